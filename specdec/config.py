@@ -1,0 +1,119 @@
+"""The one configuration tree, checked at start: unknown keys and bad values are errors that name the key.
+
+The tree is the ``args`` of the Serve application in a deployment file. Replica counts and device resources
+are Serve's own deployment settings, beside it in the same file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specdec.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 32
+"""Upper bound of ``num_speculative_tokens`` everywhere."""
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """One model and how its worker holds it."""
+
+    model: str = Field(min_length=1)
+    """An embedded model's name (``smollm2``), a local folder, or a Hugging Face id."""
+    dtype: Dtype = "bfloat16"
+    device: str = "auto"
+    """``auto`` takes the GPU that Ray assigned, else the CPU."""
+    max_context: int | None = Field(default=None, gt=0)
+    """Tokens; None takes the model's own limit."""
+    kv_capacity_tokens: int = Field(default=131_072, gt=0)
+    """Tokens of KV cache over all sequences."""
+    num_threads: int | None = Field(default=None, gt=0)
+    """CPU threads for the model; None takes every core."""
+
+
+class SpeculationConfig(_Section):
+    num_speculative_tokens: int = Field(default=2, ge=0, le=MAX_SPECULATIVE_TOKENS)
+    """Gamma of the fixed policy; 0 is plain decoding."""
+    max_speculative_tokens: int = Field(default=8, ge=0, le=MAX_SPECULATIVE_TOKENS)
+    """The most a request may ask for."""
+    draft_support: int = Field(default=64, ge=1, le=256)
+    """K: tokens kept in the draft's truncated law in rejection mode."""
+
+
+class CoordinatorConfig(_Section):
+    max_num_seqs: int = Field(default=32, gt=0)
+    """Sequences decoded together in one lane; the others wait."""
+    max_waiting: int = Field(default=256, ge=0)
+    """Requests that may wait; beyond it they get 429."""
+    prefill_chunk_tokens: int = Field(default=512, gt=0)
+    """Prompt tokens a round may feed to one worker, so that running streams are not stalled."""
+    draft_timeout_s: float = Field(default=5.0, gt=0)
+    """A draft worker that takes longer is dropped: target-only rounds until it answers again."""
+    target_timeout_s: float = Field(default=60.0, gt=0)
+    """A target worker that takes longer fails its sequences."""
+    max_moves: int = Field(default=5, ge=0)
+    """Times a sequence may be moved to another target worker before it fails."""
+    poll_interval_s: float = Field(default=0.5, gt=0)
+    """How often workers are looked up and told which sequences live."""
+    orphan_timeout_s: float = Field(default=10.0, gt=0)
+    """A gateway's sequences are cancelled when it has not listened for this long."""
+    idle_wait_s: float = Field(default=30.0, gt=0)
+    """A request waits this long for a target worker, then fails with 503."""
+
+
+class GatewayConfig(_Section):
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = Field(default=9000, ge=0, le=65535)
+    """0 picks a free port."""
+    grpc_reflection: bool = False
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
+    """Larger HTTP bodies get 413, larger gRPC messages RESOURCE_EXHAUSTED."""
+    max_stop_strings: int = Field(default=16, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Overall deadline of a request."""
+
+
+class AppConfig(_Section):
+    """All of it."""
+
+    target: ModelConfig
+    draft: ModelConfig | None = None
+    """None serves the target alone."""
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    """The name clients use; None takes ``target.model``."""
+    speculation: SpeculationConfig = SpeculationConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.target.model
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Gamma in force: 0 without a draft model."""
+        return self.speculation.num_speculative_tokens if self.draft else 0
+
+
+def parse_config(values: object) -> AppConfig:
+    """Check a plain tree (from YAML) and return it typed.
+
+    Raises:
+        ConfigError: naming each key at fault, the value seen and what is allowed.
+    """
+    try:
+        return AppConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']}"
+            + ("" if item["type"] in ("missing", "extra_forbidden") else f" (got {item['input']!r})")
+            for item in error.errors()
+        ]
+        raise ConfigError("invalid configuration: " + "; ".join(lines)) from error

@@ -1,0 +1,334 @@
+"""Sequences in, committed tokens out: admission, lanes over the workers at hand, updates to gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec.config import AppConfig
+from specdec.coordinator.handles import DraftHandle, Fleet, TargetHandle, WorkerDirectory
+from specdec.coordinator.lane import Lane, failed_chunk
+from specdec.coordinator.quarantine import Quarantine
+from specdec.errors import ContextLengthExceeded, TooManyRequests
+from specdec.messages import CoordinatorStatus, Heartbeat, RoundUpdate
+from specdec.speculation.policy import FixedGamma
+from specdec.speculation.sequence import SequenceState
+from specdec.types import GenerationRequest, SequenceId, TokenChunk, WorkerId
+
+logger = logging.getLogger(__name__)
+
+MISSED_POLLS = 3
+"""A worker that did not answer this many polls in a row is taken for gone."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Chunks for one gateway, merged into one message per wake-up."""
+
+    chunks: list[TokenChunk] = field(default_factory=list)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    num_listeners: int = 0
+    left_at_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A sequence in this coordinator's care."""
+
+    state: SequenceState
+    gateway_id: str
+    submitted_at_s: float
+    lane: Lane | None = None
+    """None while it waits."""
+
+
+class Coordinator:
+    """One event loop, no locks.
+
+    Args:
+        config: the whole configuration.
+        directory: finds workers.
+        coordinator_id: unique per life.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: AppConfig,
+        directory: WorkerDirectory,
+        coordinator_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._id = coordinator_id
+        self._clock = clock
+        self._policy = FixedGamma(config.num_speculative_tokens)
+        self._lanes: dict[WorkerId, Lane] = {}
+        self._fleet = Fleet(targets=(), drafts=())
+        self._missed: dict[WorkerId, int] = {}
+        self._quarantine = Quarantine(config.coordinator.draft_timeout_s, clock)
+        self._tickets: dict[SequenceId, _Ticket] = {}
+        self._waiting: deque[SequenceId] = deque()
+        self._outboxes: dict[str, _Outbox] = {}
+        self._totals = _Totals()
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin looking for workers; returns after the first look."""
+        await self._poll_once()
+        self._poller = asyncio.get_running_loop().create_task(self._poll_forever())
+
+    async def close(self) -> None:
+        if self._poller:
+            self._poller.cancel()
+        await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
+
+    # For gateways ---------------------------------------------------------------------------------------
+
+    async def submit(self, gateway_id: str, request: GenerationRequest) -> None:
+        """Take a sequence; its chunks go to ``updates(gateway_id)``. Submitting the same id twice is a no-op.
+
+        Raises:
+            TooManyRequests: as many requests wait as may.
+            ContextLengthExceeded: the sequence cannot fit the target's context.
+        """
+        if request.sequence_id in self._tickets:
+            return
+        state = SequenceState(request)
+        self._check_context(state)
+        if len(self._waiting) >= self._config.coordinator.max_waiting and not self._find_lane(state):
+            raise TooManyRequests(f"{len(self._waiting)} requests are waiting already; retry later")
+        self._outbox(gateway_id)
+        self._tickets[request.sequence_id] = _Ticket(state, gateway_id, self._clock())
+        self._waiting.append(request.sequence_id)
+        self._dispatch()
+
+    async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Forget sequences and free their caches within a round; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            ticket = self._tickets.pop(sequence_id, None)
+            if ticket is None:
+                continue
+            if ticket.lane:
+                ticket.lane.remove([sequence_id])
+            else:
+                self._waiting.remove(sequence_id)
+        self._dispatch()
+
+    async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
+        """Everything that happens to a gateway's sequences, one message per wake-up, until closed."""
+        outbox = self._outbox(gateway_id)
+        outbox.num_listeners += 1
+        try:
+            while True:
+                await outbox.filled.wait()
+                outbox.filled.clear()
+                chunks, outbox.chunks = outbox.chunks, []
+                yield RoundUpdate(chunks=tuple(chunks))
+        finally:
+            outbox.num_listeners -= 1
+            outbox.left_at_s = self._clock()
+
+    def status(self) -> CoordinatorStatus:
+        targets = tuple(lane.target.status for lane in self._lanes.values())
+        return CoordinatorStatus(
+            coordinator_id=self._id,
+            pid=os.getpid(),
+            is_ready=bool(targets),
+            num_running=len(self._tickets) - len(self._waiting),
+            num_waiting=len(self._waiting),
+            model=self._config.model_name,
+            max_context=min((status.max_context for status in targets), default=0),
+            num_speculative_tokens=self._config.num_speculative_tokens,
+            targets=targets,
+            drafts=tuple(draft.status for draft in self._fleet.drafts),
+            num_draft_tokens=self._totals.num_draft_tokens,
+            num_accepted_draft_tokens=self._totals.num_accepted_draft_tokens,
+            num_output_tokens=self._totals.num_output_tokens,
+            num_rounds=self._totals.num_rounds,
+        )
+
+    # Sequences ------------------------------------------------------------------------------------------
+
+    def _check_context(self, state: SequenceState) -> None:
+        context = self.status().max_context
+        if context and len(state.log) >= context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(state.log)} tokens, but the model's context is {context} tokens"
+            )
+
+    def _find_lane(self, state: SequenceState) -> Lane | None:
+        """The lane with the fewest sequences among those with room."""
+        lanes = [lane for lane in self._lanes.values() if lane.has_room_for(state)]
+        return min(lanes, key=lambda lane: len(lane.sequences), default=None)
+
+    def _dispatch(self) -> None:
+        """Give waiting sequences to lanes, first come first served."""
+        context = self.status().max_context
+        while self._waiting and self._lanes:
+            ticket = self._tickets[self._waiting[0]]
+            if len(ticket.state.log) >= context:
+                self._fail(
+                    self._waiting.popleft(), f"the sequence does not fit the context of {context} tokens"
+                )
+                continue
+            ticket.state.limit_to_context(context)
+            lane = self._find_lane(ticket.state)
+            if lane is None:
+                return
+            self._waiting.popleft()
+            ticket.lane = lane
+            lane.add(ticket.state)
+
+    def _on_chunks(self, chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            self._totals.num_output_tokens += len(chunk.token_ids)
+            ticket = self._tickets.get(chunk.sequence_id)
+            if ticket is None:
+                continue  # cancelled during the round
+            if chunk.is_last:
+                del self._tickets[chunk.sequence_id]
+                self._totals.add(ticket.state)
+            self._deliver(ticket.gateway_id, chunk)
+        self._dispatch()
+
+    def _deliver(self, gateway_id: str, chunk: TokenChunk) -> None:
+        outbox = self._outbox(gateway_id)
+        outbox.chunks.append(chunk)
+        outbox.filled.set()
+
+    def _outbox(self, gateway_id: str) -> _Outbox:
+        if gateway_id not in self._outboxes:
+            self._outboxes[gateway_id] = _Outbox(left_at_s=self._clock())
+        return self._outboxes[gateway_id]
+
+    def _fail(self, sequence_id: SequenceId, error: str) -> None:
+        ticket = self._tickets.pop(sequence_id)
+        self._deliver(ticket.gateway_id, failed_chunk(ticket.state, error))
+
+    # Workers --------------------------------------------------------------------------------------------
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.coordinator.poll_interval_s)
+            try:
+                await self._poll_once()
+            except Exception:
+                logger.exception("worker poll failed; trying again")
+
+    async def _poll_once(self) -> None:
+        heartbeat = Heartbeat(owner=self._id, live=frozenset(self._tickets))
+        self._fleet = await self._directory.poll(heartbeat)
+        self._count_missed()
+        self._update_lanes(self._fleet.targets)
+        self._assign_drafts(self._fleet.drafts)
+        self._drop_expired()
+        self._dispatch()
+
+    def _count_missed(self) -> None:
+        seen = {handle.status.worker_id for handle in (*self._fleet.targets, *self._fleet.drafts)}
+        known = seen | set(self._missed)
+        counts = {worker_id: 0 if worker_id in seen else self._missed[worker_id] + 1 for worker_id in known}
+        self._missed = {worker_id: n for worker_id, n in counts.items() if n <= MISSED_POLLS}
+
+    def _update_lanes(self, targets: Sequence[TargetHandle]) -> None:
+        for target in targets:
+            worker_id = target.status.worker_id
+            if worker_id in self._lanes:
+                self._lanes[worker_id].target = target  # same worker, fresher status
+            elif not self._quarantine.holds(worker_id):
+                logger.info("target %s (pid %d) attached", worker_id, target.status.pid)
+                self._lanes[worker_id] = self._new_lane(target)
+        for worker_id, lane in list(self._lanes.items()):
+            if worker_id not in self._missed and not lane.sequences:
+                del self._lanes[worker_id]
+                asyncio.get_running_loop().create_task(lane.close())
+
+    def _new_lane(self, target: TargetHandle) -> Lane:
+        return Lane(
+            target,
+            owner=self._id,
+            config=self._config.coordinator,
+            policy=self._policy,
+            on_chunks=self._on_chunks,
+            on_draft_lost=self._quarantine.add,
+            on_target_lost=self._on_target_lost,
+        )
+
+    def _on_target_lost(self, lane: Lane, states: Sequence[SequenceState]) -> None:
+        """Put a lost target's sequences first in the queue: they go on from their logs on another one."""
+        worker_id = lane.target.status.worker_id
+        self._quarantine.add(worker_id)
+        self._lanes.pop(worker_id, None)
+        for state in reversed(states):
+            ticket = self._tickets.get(state.sequence_id)
+            if ticket is None:
+                continue
+            state.restart_workers()
+            if state.target.epoch > self._config.coordinator.max_moves:
+                self._fail(state.sequence_id, "the target worker was lost too often; please retry")
+                continue
+            ticket.lane = None
+            ticket.submitted_at_s = self._clock()
+            self._waiting.appendleft(state.sequence_id)
+        self._dispatch()
+
+    def _assign_drafts(self, drafts: Sequence[DraftHandle]) -> None:
+        """Give every lane without a draft the one that serves the fewest lanes."""
+        usable = {
+            handle.status.worker_id: handle
+            for handle in drafts
+            if not self._quarantine.holds(handle.status.worker_id)
+        }
+        load = dict.fromkeys(usable, 0)
+        for lane in self._lanes.values():
+            if lane.draft and lane.draft.status.worker_id in load:
+                load[lane.draft.status.worker_id] += 1
+        for lane in self._lanes.values():
+            if lane.draft is None and load:
+                worker_id = min(load, key=lambda candidate: load[candidate])
+                load[worker_id] += 1
+                logger.info("draft %s attached to target %s", worker_id, lane.target.status.worker_id)
+                lane.attach_draft(usable[worker_id])
+
+    def _drop_expired(self) -> None:
+        """End what has waited too long: for a target, or for a gateway that no longer listens."""
+        limits = self._config.coordinator
+        now_s = self._clock()
+        for sequence_id, ticket in list(self._tickets.items()):
+            outbox = self._outbox(ticket.gateway_id)
+            if outbox.num_listeners == 0 and now_s - outbox.left_at_s > limits.orphan_timeout_s:
+                asyncio.get_running_loop().create_task(self.cancel([sequence_id]))
+            elif not self._lanes and now_s - ticket.submitted_at_s > limits.idle_wait_s:
+                self._waiting.remove(sequence_id)
+                self._fail(sequence_id, "no target worker is available; please retry")
+        self._forget_idle_outboxes(now_s)
+
+    def _forget_idle_outboxes(self, now_s: float) -> None:
+        in_use = {ticket.gateway_id for ticket in self._tickets.values()}
+        for gateway_id, outbox in list(self._outboxes.items()):
+            is_idle = outbox.num_listeners == 0 and gateway_id not in in_use
+            if is_idle and now_s - outbox.left_at_s > self._config.coordinator.orphan_timeout_s:
+                del self._outboxes[gateway_id]
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counters since the start, for status; finished sequences only, but for output tokens."""
+
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_output_tokens: int = 0
+    num_rounds: int = 0
+
+    def add(self, state: SequenceState) -> None:
+        stats = state.counter.snapshot()
+        self.num_draft_tokens += stats.num_draft_tokens
+        self.num_accepted_draft_tokens += stats.num_accepted_draft_tokens
+        self.num_rounds += stats.num_rounds

@@ -1,0 +1,132 @@
+"""The draft side of a round: fill caches, then draft up to gamma tokens per sequence, in one call."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specdec.engine.runner import Runner
+from specdec.engine.sessions import Session, SessionTable
+from specdec.messages import Draft, Lost, ProposeItem, ProposeReply, ProposeRequest
+from specdec.sampling.noise import Purpose, exponential_rows
+from specdec.sampling.processors import mask_padding, process_logits
+from specdec.sampling.verification import race, truncate_support
+from specdec.types import VerificationMode
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A draft in the making."""
+
+    session: Session
+    num_wanted: int
+    token_ids: list[int] = field(default_factory=list)
+    support_ids: list[torch.Tensor] = field(default_factory=list)
+    support_probs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        stops = self.session.opening.stop_token_ids
+        return len(self.token_ids) == self.num_wanted or bool(self.token_ids and self.token_ids[-1] in stops)
+
+    def finished(self) -> Draft:
+        has_law = bool(self.support_ids)
+        return Draft(
+            sequence_id=self.session.sequence_id,
+            epoch=self.session.epoch,
+            token_ids=tuple(self.token_ids),
+            support_ids=torch.stack(self.support_ids).cpu().numpy().astype(np.int32) if has_law else None,
+            support_probs=torch.stack(self.support_probs).cpu().numpy() if has_law else None,
+        )
+
+
+class DraftEngine:
+    """Proposes tokens with a draft model.
+
+    Args:
+        runner: the draft model.
+        support: K, tokens kept of the draft's law in rejection mode.
+    """
+
+    def __init__(self, runner: Runner, support: int) -> None:
+        self.runner = runner
+        self.sessions = SessionTable(runner)
+        self._support = support
+
+    def propose(self, request: ProposeRequest) -> ProposeReply:
+        """Apply every feed, then draft; sequences that cannot go on are reported as lost."""
+        started_s = time.perf_counter()
+        lost: list[Lost] = []
+        blocks = self._feed_all(request, lost)
+        return ProposeReply(
+            drafts=tuple(block.finished() for block in blocks),
+            lost=tuple(lost),
+            compute_s=time.perf_counter() - started_s,
+        )
+
+    def _feed_all(self, request: ProposeRequest, lost: list[Lost]) -> list[_Block]:
+        blocks: list[_Block] = []
+        items = []
+        for item in request.items:
+            session = self.sessions.prepare(request.owner, item.feed, max(0, item.num_draft_tokens - 1))
+            if isinstance(session, Lost):
+                lost.append(session)
+                continue
+            blocks.append(_Block(session, item.num_draft_tokens))
+            items.append(self.sessions.forward_item(session, item.feed.token_ids, _num_rows(item)))
+        if items:
+            logits = self.runner.forward(items)
+            self._draft([block for block in blocks if block.num_wanted], logits)
+        return blocks
+
+    def _draft(self, blocks: list[_Block], logits: torch.Tensor) -> None:
+        """Extend every block until it is done; each pass is one forward over those that are not."""
+        while blocks:
+            self._extend(blocks, logits)
+            blocks = [block for block in blocks if not block.is_done]
+            if blocks:
+                logits = self.runner.forward(
+                    [self.sessions.forward_item(b.session, b.token_ids[-1:], num_rows=1) for b in blocks]
+                )
+
+    def _extend(self, blocks: list[_Block], logits: torch.Tensor) -> None:
+        """Draw one token per block from its row."""
+        rows = [block.session.context(len(block.session.token_ids)) for block in blocks]
+        processed = process_logits(mask_padding(logits, self.runner.vocab_size), rows)
+        greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
+        sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if greedy:
+            for i, token in zip(greedy, processed[greedy].argmax(dim=-1).tolist(), strict=True):
+                blocks[i].token_ids.append(token)
+        if sampled:
+            self._sample([blocks[i] for i in sampled], torch.softmax(processed[sampled], dim=-1))
+
+    def _sample(self, blocks: list[_Block], probs: torch.Tensor) -> None:
+        ids, law = truncate_support(probs, self._support)
+        noise = torch.from_numpy(self._noise(blocks)).to(probs.device).gather(1, ids)
+        chosen = ids.gather(1, race(law, noise).unsqueeze(1)).squeeze(1).tolist()
+        for i, block in enumerate(blocks):
+            block.token_ids.append(chosen[i])
+            if block.session.opening.sampling.mode is VerificationMode.REJECTION:
+                block.support_ids.append(ids[i])
+                block.support_probs.append(law[i])
+
+    def _noise(self, blocks: list[_Block]) -> np.ndarray:
+        """[blocks, vocab]: the draft's own noise, or in coupled mode the target's."""
+        rows = [self._noise_row(block.session) for block in blocks]
+        return np.concatenate(rows)
+
+    def _noise_row(self, session: Session) -> np.ndarray:
+        sampling = session.opening.sampling
+        is_coupled = sampling.mode is VerificationMode.COUPLED
+        key = (sampling.seed, len(session.token_ids))
+        return exponential_rows(
+            [key], Purpose.TARGET if is_coupled else Purpose.DRAFT, self.runner.vocab_size
+        )
+
+
+def _num_rows(item: ProposeItem) -> int:
+    return 1 if item.num_draft_tokens else 0

@@ -1,0 +1,106 @@
+"""From a model's name to a ready `ModelRunner`: device, dtype, checks, warm-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from specdec.config import ModelConfig
+from specdec.engine import attention
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.runner import ForwardItem
+from specdec.errors import ConfigError, ModelUnavailable
+from specdec.models import model_info, resolve_model
+from specdec.types import SequenceId
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_ID = SequenceId("warm-up")
+
+
+def load_runner(config: ModelConfig) -> ModelRunner:
+    """Load a model and make its first forward, so that the first request does not pay for it.
+
+    Raises:
+        ModelUnavailable: the files cannot be found or read.
+        ConfigError: the device or architecture cannot serve.
+    """
+    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    info = model_info(config.model)
+    model = load_model(resolve_model(config.model), config.dtype, choose_device(config.device))
+    runner = ModelRunner(
+        model,
+        vocab_size=info.vocab_size,
+        max_context=min(config.max_context or info.context, info.context),
+        kv_capacity_tokens=config.kv_capacity_tokens,
+    )
+    warm_up(runner)
+    return runner
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto`` is the first CUDA device this process may see, else the CPU.
+
+    Raises:
+        ConfigError: a CUDA device is asked for and none is visible.
+    """
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device!r} asked for, but no CUDA device is visible to this worker", "device"
+        )
+    return chosen
+
+
+def load_model(path: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Load weights with our attention in place.
+
+    Raises:
+        ModelUnavailable: transformers cannot load it.
+        ConfigError: its state cannot be rolled back, or its attention cannot be replaced.
+    """
+    attention.register()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        _refuse_recurrent(path, config.get_text_config())
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
+        )
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(f"cannot load model {path!r}: {error}") from error
+    _refuse_foreign_attention(path, model)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _refuse_recurrent(path: str, config: object) -> None:
+    """A recurrent state cannot be rolled back to an earlier position, so speculation would corrupt it."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    recurrent = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
+    if recurrent:
+        raise ConfigError(
+            f"model {path!r} has layers whose state cannot be rolled back ({', '.join(sorted(recurrent))})"
+        )
+    if "chunked_attention" in layer_types:
+        raise ConfigError(f"model {path!r} uses chunked attention, which is not supported")
+
+
+def _refuse_foreign_attention(path: str, model: PreTrainedModel) -> None:
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(f"model {path!r} is recurrent: its state cannot be rolled back")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"model {path!r} ({type(model).__name__}) does not allow its attention to be replaced"
+        )
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """One prefill and one decode step, then forget them."""
+    runner.open(_WARM_UP_ID)
+    runner.forward([ForwardItem(sequence_id=_WARM_UP_ID, token_ids=[0] * 8, num_rows=1)])
+    runner.forward([ForwardItem(sequence_id=_WARM_UP_ID, token_ids=[0], num_rows=1)])
+    runner.close(_WARM_UP_ID)

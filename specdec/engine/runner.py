@@ -1,0 +1,83 @@
+"""The seam to a model: several ragged sequences per forward, explicit rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specdec.types import SequenceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardItem:
+    """Tokens to feed behind what a sequence's cache holds."""
+
+    sequence_id: SequenceId
+    token_ids: Sequence[int]
+    """At least one."""
+    num_rows: int
+    """Logits are wanted for the last ``num_rows`` of them, 0 <= num_rows <= len(token_ids)."""
+
+
+class Runner(Protocol):
+    """A causal language model with its own KV cache; one thread at a time.
+
+    Implementations: `specdec.engine.model_runner.ModelRunner` and `specdec.engine.simulated.SimulatedRunner`;
+    both pass the same contract tests.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it are real tokens; logits rows may be wider (padding)."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Most positions a sequence's cache can hold."""
+        ...
+
+    @property
+    def kv_capacity_tokens(self) -> int: ...
+
+    @property
+    def kv_tokens_in_use(self) -> int:
+        """Cached positions over all sequences."""
+        ...
+
+    def open(self, sequence_id: SequenceId) -> None:
+        """Give a sequence an empty cache; an existing one is dropped first."""
+        ...
+
+    def close(self, sequence_id: SequenceId) -> None:
+        """Free a sequence's cache; unknown ids are ignored."""
+        ...
+
+    def length(self, sequence_id: SequenceId) -> int:
+        """Cached positions of an open sequence."""
+        ...
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        """Roll back to ``length`` positions, in O(1).
+
+        Raises:
+            StaleCache: ``length`` is more than the cache holds.
+        """
+        ...
+
+    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+        """Feed every item's tokens and return the wanted logits.
+
+        Args:
+            items: distinct open sequences.
+
+        Returns:
+            [sum of num_rows, >= vocab_size] raw logits, items in order, on the model's device.
+
+        Raises:
+            KVCacheFull: the tokens do not fit; nothing was fed.
+            StaleCache: a sequence would outgrow ``max_context``; nothing was fed.
+        """
+        ...

@@ -1,0 +1,125 @@
+"""A `Runner` without a model: exact toy laws and chosen latencies.
+
+It makes the coordinator testable and measurable without a GPU: the law of every output is known in closed
+form, and a forward takes as long as it is told to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specdec.engine.runner import ForwardItem
+from specdec.errors import KVCacheFull, StaleCache
+from specdec.types import SequenceId
+
+
+class ToyLaw:
+    """A second-order Markov law: the next token depends on the last two.
+
+    Args:
+        logits: [vocab, vocab, vocab] float; ``logits[before_last, last]`` are the next token's logits.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        assert logits.dim() == 3
+        assert len(set(logits.shape)) == 1
+        self._logits = logits
+
+    @classmethod
+    def random(cls, vocab_size: int, seed: int, scale: float = 1.0) -> ToyLaw:
+        """Independent normal logits of the given standard deviation."""
+        generator = torch.Generator().manual_seed(seed)
+        return cls(torch.randn(vocab_size, vocab_size, vocab_size, generator=generator) * scale)
+
+    def perturbed(self, seed: int, scale: float) -> ToyLaw:
+        """A draft for this law: the same logits plus noise."""
+        return ToyLaw(self._logits + ToyLaw.random(self.vocab_size, seed, scale)._logits)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._logits.shape[0]
+
+    def row(self, context: Sequence[int]) -> torch.Tensor:
+        """[vocab] logits of the token behind a non-empty context."""
+        before_last = context[-2] if len(context) > 1 else 0
+        return self._logits[before_last, context[-1]]
+
+
+Latency = Callable[[int, int], float]
+"""(sequences, tokens) of a forward to the seconds it takes."""
+
+
+class SimulatedRunner:
+    """See `Runner`. The "cache" of a sequence is the list of its tokens."""
+
+    def __init__(
+        self,
+        law: ToyLaw,
+        *,
+        max_context: int = 4096,
+        kv_capacity_tokens: int = 1_000_000,
+        latency: Latency = lambda num_sequences, num_tokens: 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._law = law
+        self._max_context = max_context
+        self._kv_capacity_tokens = kv_capacity_tokens
+        self._latency = latency
+        self._sleep = sleep
+        self._tokens: dict[SequenceId, list[int]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._law.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._kv_capacity_tokens
+
+    @property
+    def kv_tokens_in_use(self) -> int:
+        return sum(len(tokens) for tokens in self._tokens.values())
+
+    def open(self, sequence_id: SequenceId) -> None:
+        self._tokens[sequence_id] = []
+
+    def close(self, sequence_id: SequenceId) -> None:
+        self._tokens.pop(sequence_id, None)
+
+    def length(self, sequence_id: SequenceId) -> int:
+        return len(self._tokens[sequence_id])
+
+    def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        tokens = self._tokens[sequence_id]
+        if length > len(tokens):
+            raise StaleCache(f"sequence {sequence_id}: keep {length}, but {len(tokens)} positions are cached")
+        del tokens[length:]
+
+    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+        """See `Runner.forward`."""
+        num_tokens = sum(len(item.token_ids) for item in items)
+        self._check_room(items, num_tokens)
+        delay_s = self._latency(len(items), num_tokens)
+        if delay_s > 0:
+            self._sleep(delay_s)
+        rows: list[torch.Tensor] = []
+        for item in items:
+            tokens = self._tokens[item.sequence_id]
+            tokens.extend(item.token_ids)
+            first = len(tokens) - item.num_rows + 1
+            rows.extend(self._law.row(tokens[:end]) for end in range(first, len(tokens) + 1))
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def _check_room(self, items: Sequence[ForwardItem], num_tokens: int) -> None:
+        if self.kv_tokens_in_use + num_tokens > self._kv_capacity_tokens:
+            raise KVCacheFull(f"{num_tokens} tokens wanted, {self._kv_capacity_tokens} in all")
+        for item in items:
+            if len(self._tokens[item.sequence_id]) + len(item.token_ids) > self._max_context:
+                raise StaleCache(f"sequence {item.sequence_id} exceeds the context of {self._max_context}")

@@ -1,0 +1,84 @@
+"""A worker process without Ray: an engine behind one model thread, so the event loop stays responsive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from specdec.engine.drafting import DraftEngine
+from specdec.engine.verifying import TargetEngine
+from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
+from specdec.types import SequenceId, WorkerId
+
+Result = TypeVar("Result")
+
+
+class _Worker:
+    """What draft and target workers share: the model thread, release, heartbeat."""
+
+    role: str
+
+    def __init__(
+        self, engine: DraftEngine | TargetEngine, *, worker_id: str, model: str, node_id: str = "local"
+    ) -> None:
+        self._engine = engine
+        self._worker_id = WorkerId(worker_id)
+        self._model = model
+        self._node_id = node_id
+        self._num_calls = 0
+        # One thread: the engine and its KV cache need no locks, and calls run in the order they came.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.role}-model")
+
+    async def _on_model_thread(self, function: Callable[..., Result], *args: object) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Free the KV cache of sequences; behind whatever the model thread is doing."""
+        await self._on_model_thread(self._engine.sessions.release, sequence_ids)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
+        """Answer at once, even while the model is busy; free orphans when the model thread gets to it."""
+        self._thread.submit(self._engine.sessions.reconcile, heartbeat)
+        return self.status()
+
+    def status(self) -> WorkerStatus:
+        runner = self._engine.runner
+        return WorkerStatus(
+            worker_id=self._worker_id,
+            role=self.role,
+            pid=os.getpid(),
+            node_id=self._node_id,
+            model=self._model,
+            vocab_size=runner.vocab_size,
+            max_context=runner.max_context,
+            kv_capacity_tokens=runner.kv_capacity_tokens,
+            kv_tokens_in_use=runner.kv_tokens_in_use,
+            num_sequences=len(self._engine.sessions),
+            num_calls=self._num_calls,
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class DraftWorker(_Worker):
+    role = "draft"
+    _engine: DraftEngine
+
+    async def propose(self, request: ProposeRequest) -> ProposeReply:
+        """See `DraftEngine.propose`."""
+        self._num_calls += 1
+        return await self._on_model_thread(self._engine.propose, request)
+
+
+class TargetWorker(_Worker):
+    role = "target"
+    _engine: TargetEngine
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        """See `TargetEngine.verify`."""
+        self._num_calls += 1
+        return await self._on_model_thread(self._engine.verify, request)

@@ -1,0 +1,35 @@
+"""The gateway's one view of the rest of the system: requests go in, committed tokens come out.
+
+`specdec.cluster` implements it over Ray Serve; tests implement it in process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from specdec.messages import CoordinatorStatus
+from specdec.types import GenerationRequest, TokenChunk
+
+
+class Backend(Protocol):
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield what each round committed; the last chunk has ``finish_reason`` set.
+
+        Closing the generator before its end cancels the sequence: both workers free its KV cache within
+        a round.
+
+        Raises:
+            TooManyRequests: the waiting queue is full.
+            ServiceUnavailable: no coordinator or target worker is ready, within a bounded wait.
+            GenerationFailed: the sequence failed after it had started.
+        """
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        ...
+
+    def statuses(self) -> tuple[CoordinatorStatus, ...]:
+        """The coordinators known, as of the last poll."""
+        ...

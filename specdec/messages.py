@@ -1,0 +1,207 @@
+"""What crosses between coordinator and workers: frozen values, never a row of logits.
+
+Every message of a round carries ``(sequence_id, epoch)``: the epoch rises whenever the coordinator starts a
+sequence's cache anew on a worker, so an answer from before is recognised and dropped. Positions are absolute:
+position 0 is the first prompt token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.types import SamplingParams, SequenceId, TokenChunk, WorkerId
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a worker must know about a sequence before it can build its law; sent with ``keep == 0`` feeds."""
+
+    prompt_len: int
+    """Penalties tell prompt from output tokens by it."""
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    """A draft that draws one of these drafts no further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """Roll one sequence's cache back to ``keep`` positions, then feed ``token_ids`` behind them.
+
+    Idempotent: the same feed twice leaves the same cache. ``keep`` beyond what the worker holds is an error
+    (``StaleCache``), answered with `Lost`. Wire cost: about 80 bytes plus 8 per token.
+    """
+
+    sequence_id: SequenceId
+    epoch: int
+    keep: int
+    """Cache positions that stay valid, >= 0: the rollback instruction."""
+    token_ids: tuple[int, ...]
+    """Fed at positions ``keep, keep + 1, ...``."""
+    opening: Opening | None = None
+    """Present exactly when ``keep == 0``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposeItem:
+    """Ask the draft for up to ``num_draft_tokens`` tokens behind ``feed``; 0 only fills the cache."""
+
+    feed: Feed
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposeRequest:
+    """One call per round for all sequences of a lane."""
+
+    owner: str
+    """The coordinator that owns the sequences."""
+    items: tuple[ProposeItem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draft:
+    """A draft model's proposal for one sequence.
+
+    In rejection mode the draft's truncated law travels with it: K (id, probability) pairs a position, so
+    8 * K * gamma bytes (K = 64, gamma = 5: 2.6 KB) whatever the vocabulary.
+    """
+
+    sequence_id: SequenceId
+    epoch: int
+    token_ids: tuple[int, ...]
+    """The gamma >= 0 drafted tokens; shorter than asked when one of them is a stop token."""
+    support_ids: Int32Array | None = None
+    """[gamma, K] token ids the draft could have drawn, rejection mode only."""
+    support_probs: Float32Array | None = None
+    """[gamma, K] their draft probabilities; rows sum to 1; padding has probability 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A worker cannot go on with this sequence's cache; the coordinator starts it anew from the log."""
+
+    sequence_id: SequenceId
+    epoch: int
+    reason: str
+    out_of_memory: bool = False
+    """The cache is full: starting anew at once would fail again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposeReply:
+    drafts: tuple[Draft, ...]
+    lost: tuple[Lost, ...] = ()
+    compute_s: float = 0.0
+    """Seconds the worker spent on the call, queueing excluded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyItem:
+    """Feed committed tokens and then draft tokens to the target, and judge the draft.
+
+    ``feed.token_ids`` ends with ``draft.token_ids``. ``num_rows`` is 0 for a prefill chunk that does not
+    reach the end of the log (no verdict is returned), else ``len(draft.token_ids) + 1``.
+    """
+
+    feed: Feed
+    num_rows: int
+    draft: Draft | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest:
+    """One call per round for all sequences of a lane."""
+
+    owner: str
+    items: tuple[VerifyItem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The target's judgement of one draft of gamma tokens; 12 * gamma bytes and a little more.
+
+    ``token_ids[a]`` is the token to commit behind ``a`` accepted draft tokens. In greedy and coupled mode it
+    is the target's own choice at that position. In rejection mode entries below gamma are recovered tokens
+    (drawn from the residual distribution) and the last one is the bonus token.
+    """
+
+    sequence_id: SequenceId
+    epoch: int
+    token_ids: tuple[int, ...]
+    """gamma + 1 entries."""
+    ratios: tuple[float, ...] = ()
+    """Rejection mode: gamma values target_prob / draft_prob of the draft tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReply:
+    verdicts: tuple[Verdict, ...]
+    lost: tuple[Lost, ...] = ()
+    compute_s: float = 0.0
+    """Seconds the worker spent on the call, queueing excluded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A coordinator's list of what it still needs; workers drop its other sequences.
+
+    This is the safety net under explicit release: nothing leaks when a release is lost or a coordinator dies.
+    """
+
+    owner: str
+    live: frozenset[SequenceId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker's answer to a heartbeat."""
+
+    worker_id: WorkerId
+    role: str
+    """``draft`` or ``target``."""
+    pid: int
+    node_id: str
+    model: str
+    vocab_size: int
+    """Ids the tokenizer knows; padded rows beyond are never emitted."""
+    max_context: int
+    kv_capacity_tokens: int
+    kv_tokens_in_use: int
+    num_sequences: int
+    num_calls: int
+    """Propose or verify calls served since the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundUpdate:
+    """All that happened to one gateway's sequences since the last update: one message, not one per token."""
+
+    chunks: tuple[TokenChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorStatus:
+    """What a gateway and an operator want to know of a coordinator."""
+
+    coordinator_id: str
+    pid: int
+    is_ready: bool
+    """At least one target worker is attached."""
+    num_running: int
+    num_waiting: int
+    model: str
+    max_context: int
+    """The target's, in tokens; 0 until one is attached."""
+    num_speculative_tokens: int
+    targets: tuple[WorkerStatus, ...]
+    drafts: tuple[WorkerStatus, ...]
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_output_tokens: int
+    num_rounds: int

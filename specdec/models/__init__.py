@@ -1,0 +1,22 @@
+"""Models by name: the embedded pair and its cache, tokenizers, and whether a draft fits a target.
+
+Loads no weights except to convert the embedded models once; importing it imports neither torch nor
+transformers.
+"""
+
+from specdec.models.embedded import EmbeddedStatus, list_embedded, pull
+from specdec.models.pair import ModelInfo, PairInfo, check_pair, model_info
+from specdec.models.resolve import resolve_model
+from specdec.models.tokenizer import load_tokenizer
+
+__all__ = [
+    "EmbeddedStatus",
+    "ModelInfo",
+    "PairInfo",
+    "check_pair",
+    "list_embedded",
+    "load_tokenizer",
+    "model_info",
+    "pull",
+    "resolve_model",
+]

@@ -1,0 +1,162 @@
+"""From logits to the law a client asked for.
+
+Order: repetition, frequency and presence penalties, logit bias, temperature, top-k, top-p, min-p. The same
+code runs on target rows (which alone makes the output law right) and on draft rows (which keeps acceptance
+high). Every row has its own parameters and its own history, the draft prefix of that row included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowContext:
+    """What one row of logits is conditioned on: ``token_ids[:length]``."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    """Prompt, committed and drafted tokens; may be longer than ``length``."""
+    prompt_len: int
+    length: int
+
+
+def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Float32 (or float64) logits with the padded ids cut off: [rows, vocab_size].
+
+    Args:
+        logits: [rows, >= vocab_size], any floating dtype.
+        vocab_size: ids the tokenizer knows.
+    """
+    kept = logits[:, :vocab_size]
+    return kept if kept.dtype == torch.float64 else kept.to(torch.float32)
+
+
+def process_logits(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    """Apply every processor but the truncating ones' softmax: the result's softmax is the law.
+
+    Args:
+        logits: [rows, vocab] float32 or float64, not modified.
+        rows: one context per row. Greedy rows get penalties and bias only; their law is the argmax.
+
+    Returns:
+        [rows, vocab], same dtype; excluded tokens are ``-inf``, at least one per row is not.
+    """
+    logits = _apply_penalties(logits, rows)
+    logits = _apply_bias(logits, rows)
+    logits = _apply_temperature(logits, rows)
+    logits = _apply_top_k(logits, rows)
+    logits = _apply_top_p(logits, rows)
+    return _apply_min_p(logits, rows)
+
+
+def target_law(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    """The processed law itself: [rows, vocab] probabilities, each row sums to 1."""
+    return torch.softmax(process_logits(logits, rows), dim=-1)
+
+
+def _apply_penalties(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+    if not penalised:
+        return logits
+    logits = logits.clone()
+    for i in penalised:
+        _penalise_row(logits[i], rows[i])
+    return logits
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return (
+        params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
+    )
+
+
+def _penalise_row(row_logits: torch.Tensor, row: RowContext) -> None:
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        # Keskar et al. 2019, arXiv:1909.05858: prompt and output tokens alike.
+        seen = _index(sorted(set(row.token_ids[: row.length])), row_logits)
+        values = row_logits[seen]
+        factor = params.repetition_penalty
+        row_logits[seen] = torch.where(values > 0, values / factor, values * factor)
+    output_counts = Counter(row.token_ids[row.prompt_len : row.length])
+    if output_counts and (params.frequency_penalty or params.presence_penalty):
+        ids = _index(list(output_counts), row_logits)
+        counts = torch.tensor(list(output_counts.values()), dtype=row_logits.dtype, device=row_logits.device)
+        row_logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _index(ids: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.long, device=like.device)
+
+
+def _apply_bias(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    cells = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias]
+    if not cells:
+        return logits
+    row_idx, token_idx, bias = zip(*cells, strict=True)
+    values = torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+    return logits.index_put((_index(row_idx, logits), _index(token_idx, logits)), values, accumulate=True)
+
+
+def _column(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+
+
+def _apply_temperature(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    temperatures = [1.0 if row.params.is_greedy else row.params.temperature for row in rows]
+    if all(temperature == 1.0 for temperature in temperatures):
+        return logits
+    # The maximum goes first, so that dividing by a tiny temperature can reach -inf but never inf - inf.
+    shifted = logits - logits.max(dim=-1, keepdim=True).values
+    return shifted / _column(temperatures, logits).clamp_min(torch.finfo(logits.dtype).tiny)
+
+
+def _apply_top_k(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    vocab_size = logits.shape[-1]
+    wanted = {
+        i: row.params.top_k
+        for i, row in enumerate(rows)
+        if 0 < row.params.top_k < vocab_size and not row.params.is_greedy
+    }
+    if not wanted:
+        return logits
+    idx = _index(list(wanted), logits)
+    ks = _index(list(wanted.values()), logits)
+    selected = logits[idx]
+    best = selected.topk(int(ks.max()), dim=-1).values
+    threshold = best.gather(1, (ks - 1).unsqueeze(1))
+    return logits.index_copy(0, idx, selected.masked_fill(selected < threshold, -torch.inf))
+
+
+def _apply_top_p(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    wanted = {
+        i: row.params.top_p
+        for i, row in enumerate(rows)
+        if row.params.top_p < 1.0 and not row.params.is_greedy
+    }
+    if not wanted:
+        return logits
+    idx = _index(list(wanted), logits)
+    selected = logits[idx]
+    probs, order = torch.softmax(selected, dim=-1).sort(dim=-1, descending=True, stable=True)
+    before = probs.cumsum(dim=-1) - probs
+    # A token stays while the mass before it is short of top_p; the first always does.
+    dropped = before >= _column(list(wanted.values()), logits)
+    dropped[:, 0] = False
+    mask = torch.zeros_like(dropped).scatter(1, order, dropped)
+    return logits.index_copy(0, idx, selected.masked_fill(mask, -torch.inf))
+
+
+def _apply_min_p(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
+    if all(row.params.min_p == 0.0 or row.params.is_greedy for row in rows):
+        return logits
+    fractions = _column([0.0 if row.params.is_greedy else row.params.min_p for row in rows], logits)
+    floor = logits.max(dim=-1, keepdim=True).values + fractions.log()
+    return logits.masked_fill(logits < floor, -torch.inf)

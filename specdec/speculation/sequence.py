@@ -1,0 +1,171 @@
+"""One sequence's round state machine: what to feed each worker, and what a verdict commits.
+
+Positions, with n committed tokens ``c[0..n)``: a cache holds a prefix of the log. The target is fed the
+tokens it lacks and the draft block ``x_1..x_g``, so that after ``a`` accepted tokens it holds ``n + a``
+valid positions. The draft, asked for g tokens, feeds ``x_1..x_(g-1)`` itself and so holds
+``n + min(a, g - 1)``: after full acceptance it still lacks ``x_g`` and is fed it next round. Rollback is
+never implied: each feed names the positions to ``keep``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, VerifyItem
+from specdec.sampling.noise import Purpose, uniform
+from specdec.speculation.acceptance import count_accepted
+from specdec.speculation.log import CommittedLog, cut_block
+from specdec.speculation.stats import AcceptanceCounter
+from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode
+
+
+@dataclass(slots=True)
+class CacheView:
+    """What the coordinator knows of one worker's cache of this sequence."""
+
+    epoch: int = 0
+    length: int = 0
+    """Leading positions that agree with the log."""
+    is_usable: bool = True
+    """False when the worker has no room for this sequence: do not try again."""
+
+    def restart(self) -> None:
+        """Forget the cache: the next feed starts from position 0 under a new epoch."""
+        self.epoch += 1
+        self.length = 0
+
+
+class SequenceState:
+    """Owned by one lane of one coordinator; all changes happen at round boundaries."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.log = CommittedLog(request.prompt_ids, request.output_ids)
+        self.target = CacheView()
+        self.draft = CacheView()
+        self.counter = AcceptanceCounter()
+        self.finish_reason: FinishReason | None = None
+        self._stop = request.stop
+        self._opening = Opening(
+            prompt_len=len(request.prompt_ids),
+            sampling=request.sampling,
+            stop_token_ids=request.stop.stop_token_ids,
+        )
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.request.sequence_id
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Log length at which the sequence ends at the latest."""
+        return self.log.prompt_len + self._stop.max_tokens
+
+    def limit_to_context(self, max_context: int) -> None:
+        """End at the target's context window at the latest; the prompt is shorter than it."""
+        room = max_context - self.log.prompt_len
+        self._stop = replace(self._stop, max_tokens=min(self._stop.max_tokens, room))
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Log tokens the target lacks, the one every round feeds not counted."""
+        return len(self.log) - 1 - self.target.length
+
+    def restart_workers(self) -> None:
+        """Start anew from the log on both workers: after a loss or a move."""
+        self.target.restart()
+        self.draft.restart()
+
+    # Proposing ------------------------------------------------------------------------------------------
+
+    def gamma(self, policy_gamma: int, draft_context: int) -> int:
+        """Tokens to draft this round: the policy's choice within every limit.
+
+        The cap of the request, the tokens still to come (one is always the target's own), and both context
+        windows: a prompt longer than the draft's context means 0, not an error.
+        """
+        num_tokens = len(self.log)
+        limits = [
+            policy_gamma if self.request.max_draft_tokens is None else self.request.max_draft_tokens,
+            self.max_total_tokens - num_tokens - 1,
+            draft_context - num_tokens + 1 if num_tokens <= draft_context else 0,
+        ]
+        return max(0, min(limits)) if self.draft.is_usable else 0
+
+    def propose_item(self, gamma: int, chunk_tokens: int) -> ProposeItem:
+        """What to ask of the draft: catch up by at most ``chunk_tokens``, and draft once caught up."""
+        feed = self._feed(self.draft, chunk_tokens, ())
+        is_caught_up = feed.keep + len(feed.token_ids) == len(self.log)
+        return ProposeItem(feed=feed, num_draft_tokens=gamma if is_caught_up else 0)
+
+    def on_proposed(self, item: ProposeItem, draft: Draft) -> Draft | None:
+        """Take the draft's answer; None when it is stale or empty.
+
+        Draft positions beyond the log are not counted yet: the verdict decides how many stay.
+        """
+        if draft.epoch != self.draft.epoch:
+            return None
+        self.draft.length = item.feed.keep + len(item.feed.token_ids)
+        return draft if draft.token_ids else None
+
+    def on_lost(self, view: CacheView, lost: Lost) -> None:
+        """A worker has lost this sequence: start it anew there, unless it has no room for it."""
+        if lost.epoch != view.epoch:
+            return
+        view.restart()
+        if lost.out_of_memory:
+            view.is_usable = False
+
+    # Verifying ------------------------------------------------------------------------------------------
+
+    def verify_item(self, draft: Draft | None, chunk_tokens: int) -> VerifyItem:
+        """What the target is fed: a prefill chunk, or the last tokens of the log and the draft block."""
+        if self.num_prefill_tokens >= chunk_tokens:
+            return VerifyItem(feed=self._feed(self.target, chunk_tokens, ()), num_rows=0)
+        draft_ids = draft.token_ids if draft else ()
+        feed = self._feed(self.target, None, draft_ids)
+        return VerifyItem(feed=feed, num_rows=len(draft_ids) + 1, draft=draft)
+
+    def on_prefilled(self, item: VerifyItem) -> None:
+        """The target has taken a prefill chunk."""
+        self.target.length = item.feed.keep + len(item.feed.token_ids)
+
+    def on_verdict(self, draft: Draft | None, verdict: Verdict) -> TokenChunk | None:
+        """Commit what the verdict accepts and set how far each cache is valid; None if it is stale."""
+        if verdict.epoch != self.target.epoch:
+            return None
+        draft_ids = draft.token_ids if draft else ()
+        num_tokens = len(self.log)
+        num_accepted = self._count_accepted(draft_ids, verdict)
+        block = (*draft_ids[:num_accepted], verdict.token_ids[num_accepted])
+        committed, self.finish_reason = cut_block(block, self._stop, self.log.num_output_tokens)
+        self.log.commit(committed)
+        self.counter.record(len(draft_ids), num_accepted)
+        self.target.length = num_tokens + num_accepted
+        if draft_ids:
+            self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)
+        return TokenChunk(
+            sequence_id=self.sequence_id,
+            token_ids=committed,
+            num_accepted=min(num_accepted, len(committed)),
+            finish_reason=self.finish_reason,
+            stats=self.counter.snapshot() if self.finish_reason else None,
+        )
+
+    def _count_accepted(self, draft_ids: tuple[int, ...], verdict: Verdict) -> int:
+        sampling = self.request.sampling
+        uniforms: list[float] = []
+        if sampling.mode is VerificationMode.REJECTION:
+            start = len(self.log)
+            uniforms = [uniform(sampling.seed, start + i, Purpose.ACCEPT) for i in range(len(draft_ids))]
+        return count_accepted(sampling.mode, draft_ids, verdict.token_ids, verdict.ratios, uniforms)
+
+    def _feed(self, view: CacheView, limit: int | None, draft_ids: tuple[int, ...]) -> Feed:
+        keep = view.length
+        return Feed(
+            sequence_id=self.sequence_id,
+            epoch=view.epoch,
+            keep=keep,
+            token_ids=self.log.tail(keep, limit) + draft_ids,
+            opening=self._opening if keep == 0 else None,
+        )

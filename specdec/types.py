@@ -1,0 +1,139 @@
+"""Values shared by every layer: identities, sampling parameters, requests and statistics.
+
+Knows nothing of torch, Ray, HTTP or protobuf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NewType
+
+SequenceId = NewType("SequenceId", str)
+"""One choice of one request; unique in the whole cluster."""
+
+WorkerId = NewType("WorkerId", str)
+"""One life of one worker process; a restarted worker has a new id."""
+
+FinishReason = Literal["stop", "length"]
+"""Why a sequence ended well: an EOS or stop token or string, or a cap on its length."""
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature decoding is greedy: the law is a point mass to float32 accuracy."""
+
+
+class VerificationMode(StrEnum):
+    """How drafted tokens are verified; see docs/architecture.md."""
+
+    GREEDY = "greedy"
+    """Temperature 0: accept while the draft token equals the target's argmax."""
+    REJECTION = "rejection"
+    """Rejection sampling (Leviathan et al. 2023, arXiv:2211.17192): exact in law."""
+    COUPLED = "coupled"
+    """Shared Gumbel noise (Daliri et al. 2024, arXiv:2408.07978): exact token for token given the seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The law a client asks for: what is done to the target's logits before a token is drawn."""
+
+    temperature: float = 1.0
+    """>= 0; at or below ``GREEDY_TEMPERATURE`` decoding is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Nucleus: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the most likely one, in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per time it was generated."""
+    repetition_penalty: float = 1.0
+    """> 0; divides (multiplies) positive (negative) logits of tokens in prompt or output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs added to the logits, ids distinct."""
+    seed: int = 0
+    """Key of all randomness of the sequence, in [0, 2**64)."""
+    mode: VerificationMode = VerificationMode.REJECTION
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.mode is VerificationMode.GREEDY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopCriteria:
+    """When the coordinator ends a sequence. Stop strings are the gateway's: they need text."""
+
+    max_tokens: int
+    """> 0; cap on output tokens."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """EOS ids and the client's stop tokens: the sequence ends with the first of them drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate, as the gateway submits it to a coordinator."""
+
+    sequence_id: SequenceId
+    prompt_ids: tuple[int, ...]
+    """At least one token."""
+    sampling: SamplingParams
+    stop: StopCriteria
+    max_draft_tokens: int | None = None
+    """The client's cap on draft tokens per round; 0 is plain decoding, None is the deployment's choice."""
+    output_ids: tuple[int, ...] = ()
+    """Tokens committed elsewhere before: generation goes on behind them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """Acceptance counters of one sequence. Rates are derived, never stored."""
+
+    num_rounds: int = 0
+    """Verification rounds that committed tokens, with or without draft tokens."""
+    num_spec_steps: int = 0
+    """Rounds that verified at least one draft token."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = field(default=())
+    """``acceptance_histogram[a]`` = number of spec steps that accepted exactly ``a`` draft tokens."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per spec step: 1 + accepted / steps (the recovered or bonus token included)."""
+        if self.num_spec_steps == 0:
+            return 1.0
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted tokens (the field's "draft acceptance rate"); 0 when nothing was drafted."""
+        if self.num_draft_tokens == 0:
+            return 0.0
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """What one round committed for one sequence, on its way from coordinator to gateway.
+
+    Wire cost: about 100 bytes plus 8 per token.
+    """
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    """Committed this round, in order. The token that ended the sequence (EOS, stop token) is included."""
+    num_accepted: int = 0
+    """The first ``num_accepted`` of ``token_ids`` were draft tokens; at most one more follows."""
+    finish_reason: FinishReason | None = None
+    """Set on a sequence's last chunk if it ended well."""
+    error: str | None = None
+    """Set on a sequence's last chunk if it failed: a sentence for the client."""
+    stats: SpeculationStats | None = None
+    """Set on the last chunk."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
