@@ -53,7 +53,9 @@ def _adopt(compiled: Path, stub: Path) -> None:
     protoc derives the import of the message module from the proto path, which is not where the stubs live.
     """
     source = compiled.read_text(encoding="utf-8")
-    source = source.replace("from specdec.v1 import generation_pb2", f"from {STUB_PACKAGE} import generation_pb2")
+    source = source.replace(
+        "from specdec.v1 import generation_pb2", f"from {STUB_PACKAGE} import generation_pb2"
+    )
     stub.write_text(GENERATED_MARK + source, encoding="utf-8")
     compiled.unlink()
 

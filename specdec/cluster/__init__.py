@@ -1,0 +1,1 @@
+"""The only package that imports Ray: Serve deployments, handles, routing, deployment files."""

@@ -159,4 +159,4 @@ def test_other_bytes_than_pinned_are_refused(tmp_path, monkeypatch, pin):
     with pytest.raises(ModelUnavailable, match="0" * 64):
         pull("smollm2")
     assert not any(status.is_ready for status in list_embedded())
-    assert [path.name for path in cache.models_dir().iterdir()] == [".smollm2.lock"]
+    assert {path.name for path in cache.models_dir().iterdir()} <= {".smollm2.lock"}

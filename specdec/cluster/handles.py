@@ -1,0 +1,194 @@
+"""Workers and coordinators behind Serve handles: pinned calls, deadlines, errors of our own tree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, cast
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from specdec.cluster.router import known_replicas
+from specdec.coordinator.handles import Fleet
+from specdec.errors import DraftUnavailable, ServiceUnavailable, SpecDecError, TargetUnavailable, WorkerError
+from specdec.messages import (
+    CoordinatorStatus,
+    Heartbeat,
+    ProposeReply,
+    ProposeRequest,
+    RoundUpdate,
+    VerifyReply,
+    VerifyRequest,
+    WorkerStatus,
+)
+from specdec.types import GenerationRequest, SequenceId
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 2.0
+"""Heartbeats and releases: answered without the model, so this is generous."""
+
+
+class PinnedReplica:
+    """One replica of a deployment, reached through the deployment's handle."""
+
+    def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
+        self._handle = handle.options(session_id=replica_id)
+        self.replica_id = replica_id
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Call a method on the replica.
+
+        Raises:
+            WorkerError: it is gone, failed, or did not answer in time.
+            SpecDecError: what the method itself raised.
+        """
+        response = getattr(self._handle, method).remote(*args)
+        try:
+            return await asyncio.wait_for(response, timeout_s)
+        except TimeoutError:
+            raise WorkerError(f"replica {self.replica_id}: no answer to {method} in {timeout_s:g} s") from None
+        except SpecDecError:
+            raise
+        except (RayError, RayServeException) as error:
+            raise WorkerError(f"replica {self.replica_id}: {method} failed: {_first_line(error)}") from error
+
+    def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
+        """Iterate over what a generator method yields."""
+        return cast(
+            "AsyncGenerator[Any, None]", getattr(self._handle.options(stream=True), method).remote(*args)
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+class _ServeWorkerHandle:
+    def __init__(self, replica: PinnedReplica, status: WorkerStatus) -> None:
+        self._replica = replica
+        self._status = status
+
+    @property
+    def status(self) -> WorkerStatus:
+        return self._status
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Ask once; a release that is lost is made good by the next heartbeats."""
+        try:
+            await self._replica.call("release", sequence_ids, timeout_s=CONTROL_TIMEOUT_S)
+        except WorkerError as error:
+            logger.info("release not confirmed: %s", error)
+
+
+class ServeDraftHandle(_ServeWorkerHandle):
+    """See `specdec.coordinator.handles.DraftHandle`."""
+
+    async def propose(self, request: ProposeRequest, timeout_s: float) -> ProposeReply:
+        try:
+            return cast("ProposeReply", await self._replica.call("propose", request, timeout_s=timeout_s))
+        except SpecDecError as error:
+            raise DraftUnavailable(error.message) from error
+
+
+class ServeTargetHandle(_ServeWorkerHandle):
+    """See `specdec.coordinator.handles.TargetHandle`."""
+
+    async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
+        try:
+            return cast("VerifyReply", await self._replica.call("verify", request, timeout_s=timeout_s))
+        except SpecDecError as error:
+            raise TargetUnavailable(error.message) from error
+
+
+class ReplicaSet:
+    """The replicas of one deployment, as Serve's controller last told this process."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._replicas: dict[str, PinnedReplica] = {}
+
+    def current(self) -> tuple[PinnedReplica, ...]:
+        """Running replicas; one object per replica life."""
+        ids = known_replicas(self._handle.app_name, self._handle.deployment_name)
+        self._replicas = {
+            replica_id: self._replicas.get(replica_id) or PinnedReplica(self._handle, replica_id)
+            for replica_id in ids
+        }
+        return tuple(self._replicas.values())
+
+    async def ask_all(self, method: str, *args: object) -> list[tuple[PinnedReplica, Any]]:
+        """Call every replica at once; those that do not answer in time are left out."""
+        replicas = self.current()
+        if not replicas:
+            await self._wake_router(method, *args)
+            return []
+        answers = await asyncio.gather(
+            *(replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S) for replica in replicas),
+            return_exceptions=True,
+        )
+        pairs = zip(replicas, answers, strict=True)
+        return [(replica, answer) for replica, answer in pairs if not isinstance(answer, BaseException)]
+
+    async def _wake_router(self, method: str, *args: object) -> None:
+        """Serve starts a handle's router at its first call; only then do we learn of replicas."""
+        try:
+            await asyncio.wait_for(getattr(self._handle, method).remote(*args), CONTROL_TIMEOUT_S)
+        except (TimeoutError, RayError, RayServeException) as error:
+            logger.debug("no %s replica yet: %s", self._handle.deployment_name, _first_line(error))
+
+
+class ServeDirectory:
+    """See `specdec.coordinator.handles.WorkerDirectory`."""
+
+    def __init__(self, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None) -> None:
+        self._targets = ReplicaSet(target)
+        self._drafts = ReplicaSet(draft) if draft is not None else None
+
+    async def poll(self, heartbeat: Heartbeat) -> Fleet:
+        targets, drafts = await asyncio.gather(
+            self._targets.ask_all("heartbeat", heartbeat), self._poll_drafts(heartbeat)
+        )
+        return Fleet(
+            targets=tuple(ServeTargetHandle(replica, status) for replica, status in targets),
+            drafts=tuple(ServeDraftHandle(replica, status) for replica, status in drafts),
+        )
+
+    async def _poll_drafts(self, heartbeat: Heartbeat) -> list[tuple[PinnedReplica, WorkerStatus]]:
+        return await self._drafts.ask_all("heartbeat", heartbeat) if self._drafts else []
+
+
+class ServeCoordinatorPort:
+    """See `specdec.coordinator.client.CoordinatorPort`."""
+
+    def __init__(self, replica: PinnedReplica) -> None:
+        self._replica = replica
+
+    async def submit(self, gateway_id: str, request: GenerationRequest) -> None:
+        """See `Coordinator.submit`.
+
+        Raises:
+            ServiceUnavailable: the coordinator did not answer.
+        """
+        await self._call("submit", gateway_id, request)
+
+    async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
+        await self._call("cancel", sequence_ids)
+
+    async def _call(self, method: str, *args: object) -> None:
+        try:
+            await self._replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
+        except WorkerError as error:
+            raise ServiceUnavailable(f"the coordinator is not available: {error}") from error
+
+    def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
+        return self._replica.stream("updates", gateway_id)
+
+
+async def coordinator_statuses(replicas: ReplicaSet) -> dict[str, tuple[PinnedReplica, CoordinatorStatus]]:
+    """Statuses of the coordinators that answered, by replica id."""
+    return {replica.replica_id: (replica, status) for replica, status in await replicas.ask_all("status")}

@@ -1,0 +1,65 @@
+"""Serve request router that honours an explicit replica id: how a sequence stays with its workers.
+
+The choice of replica is the caller's, made from `known_replicas`; Serve only delivers. The id travels as the
+handle's ``session_id``. See docs/decisions/0001-pinned-routing.md.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from specdec.errors import WorkerError
+
+ROUTER_PATH = "specdec.cluster.router:PinnedRouter"
+
+_replicas: dict[tuple[str, str], tuple[str, ...]] = {}
+
+
+class ReplicaGone(WorkerError):
+    """The replica a call was pinned to does not run any more."""
+
+
+def known_replicas(app_name: str, deployment_name: str) -> tuple[str, ...]:
+    """Ids of the running replicas of a deployment that this process has a handle to, as Serve last told."""
+    return _replicas.get((app_name, deployment_name), ())
+
+
+class PinnedRouter(RequestRouter):
+    """Send a call to the replica named by its session id; without one, to any replica."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the controller's list of running replicas and publish it in this process."""
+        super().update_replicas(replicas)
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica found dead before the controller says so."""
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One candidate: the pinned replica, or a random one.
+
+        Raises:
+            ReplicaGone: into the caller, when the pinned replica is not running.
+        """
+        if pending_request is None or not pending_request.metadata.session_id:
+            return [[random.choice(candidate_replicas)]]
+        # A replica that is busy is asked again after a pause, not in a spin.
+        pending_request.routing_context.should_backoff = True
+        pinned = pending_request.metadata.session_id
+        found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == pinned]
+        if not found:
+            error = ReplicaGone(f"{self._deployment_id.name} replica {pinned} is not running")
+            if not pending_request.future.done():
+                pending_request.future.set_exception(error)
+            raise error
+        return [found]
+
+    def _publish(self) -> None:
+        key = (self._deployment_id.app_name, self._deployment_id.name)
+        _replicas[key] = tuple(replica.replica_id.unique_id for replica in self._replicas_list)

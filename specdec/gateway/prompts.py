@@ -1,0 +1,212 @@
+"""Prompts to token ids: chat template, tokenizer, and the checks that need them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar, assert_never
+
+import jinja2
+from tokenizers import Tokenizer
+
+from specdec.errors import ConfigError, InvalidRequest
+from specdec.gateway.requests import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+Argument = TypeVar("Argument")
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class PromptTokenizer(Protocol):
+    """The part of a ``transformers.PreTrainedTokenizerBase`` that the gateway uses."""
+
+    chat_template: str | dict[str, str] | None
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = ...
+    ) -> list[int]: ...
+
+
+def copy_of_backend(tokenizer: PromptTokenizer) -> Tokenizer:
+    """Return a copy of the Rust tokenizer behind ``tokenizer``, for use beside it.
+
+    A copy, because encoding sets options on the original, which must not be in use elsewhere at that moment.
+
+    Raises:
+        ConfigError: it is a slow, pure-Python tokenizer, which cannot decode incrementally.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} has no fast backend: serve a model that comes with a tokenizer.json"
+        )
+    return Tokenizer.from_str(backend.to_str())
+
+
+def param_of(prompt: Prompt) -> str:
+    """Name of the request field that holds the prompt, for error messages."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+class PromptEncoder:
+    """Turns prompts into token ids, off the event loop.
+
+    One thread of its own: the tokenizer is not safe to share, and a prompt of megabytes takes seconds, in which
+    running streams must go on.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._special_text = _pattern_of_special_tokens(copy_of_backend(tokenizer))
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specdec-tokenize")
+
+    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return at least one token id.
+
+        Raises:
+            InvalidRequest: the prompt is empty, malformed or names an unknown token.
+        """
+        match prompt:
+            case TokenPrompt():
+                token_ids = self._checked(prompt.token_ids)
+            case TextPrompt():
+                check_unicode(prompt.text, "prompt")
+                token_ids = await self._in_thread(self._encode_text, prompt.text)
+            case ChatPrompt():
+                check_messages(prompt.messages)
+                token_ids = await self._in_thread(self._encode_chat, prompt.messages)
+            case _:
+                assert_never(prompt)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty: it gives no tokens", param_of(prompt))
+        return token_ids
+
+    async def _in_thread(
+        self, function: Callable[[Argument], tuple[int, ...]], argument: Argument
+    ) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
+
+    def _checked(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"prompt token id {token_id} is outside the vocabulary [0, {self._vocab_size})", "prompt"
+                )
+        return token_ids
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True))
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Render and encode a conversation; text that looks like a special token stays text.
+
+        The special tokens of a rendered chat are the template's alone: a message containing ``<|im_end|>``
+        must not end its turn. Such text travels through the template as a placeholder that nobody can guess.
+        """
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest("the model has no chat template: use text completions", "messages")
+        marker = secrets.token_hex(8)
+        literals: list[str] = []
+
+        def replace(match: re.Match[str]) -> str:
+            literals.append(match.group())
+            return f"{marker}:{len(literals) - 1}:"
+
+        conversation = [
+            _as_template_value(message, self._special_text.sub(replace, message.content))
+            for message in messages
+        ]
+        token_ids: list[int] = []
+        pieces = re.split(f"{marker}:([0-9]+):", self._render(conversation))
+        for idx, piece in enumerate(pieces):
+            # re.split alternates between rendered text and the captured numbers.
+            text, is_literal = (literals[int(piece)], True) if idx % 2 else (piece, False)
+            token_ids += self._tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=is_literal
+            )
+        return tuple(token_ids)
+
+    def _render(self, conversation: list[dict[str, object]]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {str(error)[:200]}", "messages"
+            ) from error
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Refuse unpaired surrogates: they are no characters and no tokenizer takes them.
+
+    Raises:
+        InvalidRequest: naming ``param``.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{param} is not valid Unicode: it holds an unpaired surrogate", param
+        ) from error
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Refuse conversations no template could render.
+
+    Raises:
+        InvalidRequest: naming the message at fault.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    for idx, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"unknown role {message.role!r}: use {', '.join(ROLES)}", f"messages[{idx}].role"
+            )
+        check_unicode(message.content, f"messages[{idx}].content")
+
+
+def _as_template_value(message: ChatMessage, content: str) -> dict[str, object]:
+    """The dictionary chat templates are written against; ``developer`` is read as ``system``."""
+    value: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
+    if message.name is not None:
+        value["name"] = message.name
+    if message.tool_call_id is not None:
+        value["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        value["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": _parsed(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return value
+
+
+def _parsed(arguments: str) -> object:
+    """Templates expect a call's arguments as a mapping; what is no JSON stays text."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _pattern_of_special_tokens(backend: Tokenizer) -> re.Pattern[str]:
+    texts = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    # Longest first, so that a token is not taken for another that it begins with; no token: match nothing.
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")

@@ -1,0 +1,139 @@
+"""The one service behind HTTP and gRPC: checks a request, submits it, and turns committed tokens into text.
+
+Knows nothing of either protocol, nor of what is behind the `Backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from specdec.config import AppConfig
+from specdec.errors import DeadlineExceeded, GenerationFailed, UnknownModel
+from specdec.gateway.backend import Backend
+from specdec.gateway.events import Finished, GenerationEvent, TextDelta, Usage
+from specdec.gateway.model_info import ModelInfo
+from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
+from specdec.gateway.requests import ClientRequest
+from specdec.gateway.text import SequenceText
+from specdec.gateway.validation import build_generation_request
+from specdec.types import FinishReason, GenerationRequest, SpeculationStats, TokenChunk
+
+
+class GenerationService:
+    """One gateway's service.
+
+    Args:
+        backend: where tokens come from.
+        tokenizer: the target's; a ``transformers.PreTrainedTokenizerBase`` with a fast backend.
+        config: the deployment's configuration.
+        model_info: facts about the target model.
+
+    Raises:
+        ConfigError: the tokenizer has no fast backend.
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: PromptTokenizer, config: AppConfig, model_info: ModelInfo
+    ) -> None:
+        self.config = config
+        self._backend = backend
+        self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
+        self._decoding_tokenizer = copy_of_backend(tokenizer)
+        self._model_info = model_info
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The model's facts, with the context bounded by what target workers report."""
+        reported = [status.max_context for status in self._backend.statuses() if status.max_context > 0]
+        return replace(self._model_info, max_context=min([self._model_info.max_context, *reported]))
+
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        return self._backend.is_ready()
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the served model's name, or none.
+
+        Raises:
+            UnknownModel: it is another name.
+        """
+        if name and name != self.model_name:
+            raise UnknownModel(
+                f"the model {name[:200]!r} is not served here; {self.model_name!r} is", "model"
+            )
+
+    def timeout_s(self, request: ClientRequest) -> float:
+        """Seconds the request may take: the client's deadline or the gateway's, whichever is shorter."""
+        limit = self.config.gateway.request_timeout_s
+        return limit if request.timeout_s is None else min(limit, request.timeout_s)
+
+    async def generate(self, request: ClientRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield text as it is committed, then one `Finished`.
+
+        All that is wrong with a request raises before the first event. Close the generator to cancel: the
+        backend's generator is closed before ``aclose()`` returns, and as soon as a stop string is complete.
+
+        Raises:
+            RequestError: the request cannot be served as it stands.
+            ServiceUnavailable: nothing can serve it now, or it could not be completed.
+            DeadlineExceeded: it took longer than its deadline.
+        """
+        deadline = asyncio.get_running_loop().time() + self.timeout_s(request)
+        generation = await self._prepare(request)
+        text = SequenceText(
+            self._decoding_tokenizer,
+            stop_strings=request.sampling.stop,
+            stop_token_ids=generation.stop.stop_token_ids,
+        )
+        num_tokens = 0
+        stats: SpeculationStats | None = None
+        async with aclosing(self._backend.generate(generation)) as chunks:
+            while True:
+                chunk = await _next_chunk(chunks, deadline)
+                piece = text.push(chunk.token_ids)
+                num_tokens += len(piece.token_ids)
+                stats = chunk.stats or stats
+                if text.is_stopped or chunk.is_last:
+                    break
+                if piece.token_ids:
+                    yield TextDelta(text=piece.text, token_ids=piece.token_ids)
+        yield TextDelta(text=piece.text + text.finish(), token_ids=piece.token_ids)
+        yield Finished(
+            finish_reason=_finish_reason(text, chunk),
+            usage=Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=num_tokens),
+            stats=stats,
+        )
+
+    async def _prepare(self, request: ClientRequest) -> GenerationRequest:
+        self.check_model(request.model)
+        prompt_ids = await self._prompt_encoder.encode(request.prompt)
+        return build_generation_request(request, prompt_ids, config=self.config, model_info=self.model_info)
+
+
+async def _next_chunk(chunks: AsyncGenerator[TokenChunk, None], deadline: float) -> TokenChunk:
+    """Wait for the next chunk, never beyond the deadline (in the running loop's time)."""
+    try:
+        async with asyncio.timeout_at(deadline) as scope:
+            chunk = await anext(chunks, None)
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded("the request was not finished by its deadline") from error
+    if chunk is None:
+        raise GenerationFailed("the generation ended unexpectedly")
+    if chunk.error is not None:
+        raise GenerationFailed(chunk.error)
+    return chunk
+
+
+def _finish_reason(text: SequenceText, last_chunk: TokenChunk) -> FinishReason:
+    if text.is_stopped or last_chunk.finish_reason is None:
+        return "stop"
+    return last_chunk.finish_reason

@@ -1,0 +1,208 @@
+"""Checks a client's request and builds the request a backend takes. Pure, apart from drawing a seed."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from specdec.config import AppConfig
+from specdec.errors import ContextLengthExceeded, InvalidRequest
+from specdec.gateway.model_info import ModelInfo
+from specdec.gateway.prompts import check_unicode, param_of
+from specdec.gateway.requests import ClientRequest, Prompt, SamplingOptions, SpeculativeOptions
+from specdec.types import (
+    GREEDY_TEMPERATURE,
+    GenerationRequest,
+    SamplingParams,
+    SequenceId,
+    StopCriteria,
+    VerificationMode,
+)
+
+SEED_BITS = 63
+MAX_STOP_STRING_CHARS = 1024
+"""Every stop string is matched against every character, so their length has a bound as their number has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A closed interval, or one open at its low end."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        # Written so that NaN, which compares false with everything, is outside.
+        return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
+
+
+TEMPERATURE = _Range(0, 2)
+TOP_P = _Range(0, 1, is_low_open=True)
+MIN_P = _Range(0, 1)
+PENALTY = _Range(-2, 2)
+REPETITION_PENALTY = _Range(0, 2, is_low_open=True)
+LOGIT_BIAS = _Range(-100, 100)
+
+
+def build_generation_request(
+    request: ClientRequest, prompt_ids: tuple[int, ...], *, config: AppConfig, model_info: ModelInfo
+) -> GenerationRequest:
+    """Check everything about ``request`` except its prompt's own form, and translate it.
+
+    Raises:
+        InvalidRequest: a field is out of range; ``param`` names it.
+        ContextLengthExceeded: the prompt, or prompt and ``max_tokens`` together, do not fit.
+    """
+    options = request.sampling
+    check_stop_strings(options.stop, config.gateway.max_stop_strings)
+    return GenerationRequest(
+        sequence_id=SequenceId(f"{request.request_id}-0"),
+        prompt_ids=prompt_ids,
+        sampling=_sampling_params(options, request.speculative, model_info.vocab_size),
+        stop=StopCriteria(
+            max_tokens=_max_tokens(
+                request.prompt, len(prompt_ids), options.max_tokens, model_info.max_context
+            ),
+            stop_token_ids=_stop_token_ids(options, model_info),
+        ),
+        max_draft_tokens=_max_draft_tokens(request.speculative, config),
+    )
+
+
+def check_stop_strings(stop: tuple[str, ...], max_stop_strings: int) -> None:
+    """Refuse more stop strings than are allowed (never drop one silently), empty ones and absurdly long ones.
+
+    Raises:
+        InvalidRequest: naming ``stop``.
+    """
+    if len(stop) > max_stop_strings:
+        raise InvalidRequest(f"stop has {len(stop)} strings, at most {max_stop_strings} are allowed", "stop")
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_STRING_CHARS} characters", "stop")
+        check_unicode(text, "stop")
+
+
+def _sampling_params(
+    options: SamplingOptions, speculative: SpeculativeOptions, vocab_size: int
+) -> SamplingParams:
+    temperature = _number("temperature", options.temperature, 1.0, TEMPERATURE)
+    mode, seed = _verification(temperature, options.seed, speculative.mode)
+    return SamplingParams(
+        temperature=temperature,
+        top_k=_top_k(options.top_k, vocab_size),
+        top_p=_number("top_p", options.top_p, 1.0, TOP_P),
+        min_p=_number("min_p", options.min_p, 0.0, MIN_P),
+        presence_penalty=_number("presence_penalty", options.presence_penalty, 0.0, PENALTY),
+        frequency_penalty=_number("frequency_penalty", options.frequency_penalty, 0.0, PENALTY),
+        repetition_penalty=_number("repetition_penalty", options.repetition_penalty, 1.0, REPETITION_PENALTY),
+        logit_bias=_logit_bias(options.logit_bias, vocab_size),
+        seed=seed,
+        mode=mode,
+    )
+
+
+def _number(name: str, value: float | None, default: float, allowed: _Range) -> float:
+    if value is None:
+        return default
+    if value not in allowed:
+        raise InvalidRequest(f"{name} must be in {allowed}, got {_shown(value)}", name)
+    return float(value)
+
+
+def _verification(
+    temperature: float, seed: int | None, mode: VerificationMode | None
+) -> tuple[VerificationMode, int]:
+    """Choose how drafted tokens are verified, and the key of the sequence's randomness.
+
+    A client that gives a seed wants the same text again: only coupled mode promises that whatever the draft,
+    the load and the failures. Without one, rejection mode accepts more.
+    """
+    if seed is not None and not 0 <= seed < 2**SEED_BITS:
+        raise InvalidRequest(f"seed must be in [0, 2^{SEED_BITS})", "seed")
+    key = secrets.randbits(SEED_BITS) if seed is None else seed
+    if temperature <= GREEDY_TEMPERATURE:
+        return VerificationMode.GREEDY, key
+    if mode is None:
+        mode = VerificationMode.REJECTION if seed is None else VerificationMode.COUPLED
+    return mode, key
+
+
+def _top_k(value: int | None, vocab_size: int) -> int:
+    if value is None or value == -1:
+        return 0
+    if value < 0:
+        raise InvalidRequest(f"top_k must be at least 0, or -1 for all tokens, got {_shown(value)}", "top_k")
+    # Any k that keeps the whole vocabulary is the same request; an absurd one must not reach the workers.
+    return value if value < vocab_size else 0
+
+
+def _logit_bias(entries: tuple[tuple[int, float], ...], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    seen: set[int] = set()
+    for token_id, bias in entries:
+        _check_token_id("logit_bias", token_id, vocab_size)
+        if bias not in LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logit_bias values must be in {LOGIT_BIAS}, got {_shown(bias)}", "logit_bias"
+            )
+        if token_id in seen:
+            raise InvalidRequest(f"logit_bias names token id {token_id} twice", "logit_bias")
+        seen.add(token_id)
+    return tuple((token_id, float(bias)) for token_id, bias in entries)
+
+
+def _stop_token_ids(options: SamplingOptions, model_info: ModelInfo) -> frozenset[int]:
+    for token_id in options.stop_token_ids:
+        _check_token_id("stop_token_ids", token_id, model_info.vocab_size)
+    own = frozenset[int]() if options.ignore_eos else model_info.eos_token_ids
+    return own.union(options.stop_token_ids)
+
+
+def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"{name}: token id {_shown(token_id)} is outside the vocabulary [0, {vocab_size})", name
+        )
+
+
+def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context: int) -> int:
+    room = max_context - prompt_len
+    if room <= 0:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_len} tokens; the model's context of {max_context} tokens must hold it and at"
+            " least one output token: shorten the prompt",
+            param_of(prompt),
+        )
+    if asked is None:
+        return room
+    if asked < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {_shown(asked)}", "max_tokens")
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_len} tokens and max_tokens asks for {_shown(asked)} more; the model's context"
+            f" is {max_context} tokens: shorten the prompt or ask for at most {room}",
+            param_of(prompt),
+        )
+    return asked
+
+
+def _max_draft_tokens(speculative: SpeculativeOptions, config: AppConfig) -> int | None:
+    asked = speculative.num_speculative_tokens
+    most = config.speculation.max_speculative_tokens
+    if asked is not None and not 0 <= asked <= most:
+        raise InvalidRequest(
+            f"speculative.num_speculative_tokens must be in [0, {most}], got {_shown(asked)}",
+            "speculative.num_speculative_tokens",
+        )
+    return asked
+
+
+def _shown(value: float) -> str:
+    """A client's number for an error message; huge integers are shortened."""
+    return (
+        f"{value:.6g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "a huge number"
+    )
