@@ -1,7 +1,7 @@
 """Generate the Python stubs of the public gRPC contract: ``python protos/generate.py``.
 
-Needs ``grpcio-tools`` (the ``dev`` extra). The result is committed, so that installing specdec needs no compiler;
-a unit test generates anew and compares, so the stubs never drift from the contract.
+Needs ``grpcio-tools`` (the ``dev`` extra). The result is committed, so that installing specdec needs no
+compiler; a unit test generates anew and compares, so the stubs never drift from the contract.
 """
 
 from __future__ import annotations

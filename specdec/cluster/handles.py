@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
@@ -11,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from specdec.cluster.router import known_replicas
+from specdec.cluster.registry import known_replicas
 from specdec.coordinator.handles import Fleet
 from specdec.errors import DraftUnavailable, ServiceUnavailable, SpecDecError, TargetUnavailable, WorkerError
 from specdec.messages import (
@@ -46,7 +47,7 @@ class PinnedReplica:
             WorkerError: it is gone, failed, or did not answer in time.
             SpecDecError: what the method itself raised.
         """
-        response = getattr(self._handle, method).remote(*args)
+        response = _detached_call(self._handle, method, *args)
         try:
             return await asyncio.wait_for(response, timeout_s)
         except TimeoutError:
@@ -59,8 +60,18 @@ class PinnedReplica:
     def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
         """Iterate over what a generator method yields."""
         return cast(
-            "AsyncGenerator[Any, None]", getattr(self._handle.options(stream=True), method).remote(*args)
+            "AsyncGenerator[Any, None]", _detached_call(self._handle.options(stream=True), method, *args)
         )
+
+
+def _detached_call(handle: DeploymentHandle[Any], method: str, *args: object) -> Any:
+    """Call outside the context of whatever request is being served here.
+
+    Serve gives all calls made within one request the same internal id and tells them apart by nothing else:
+    of two at a time to one deployment, with a router that is not first-in-first-out, one is never routed.
+    Rounds serve many requests and belong to none, so they do not want to be cancelled with one either.
+    """
+    return contextvars.Context().run(getattr(handle, method).remote, *args)
 
 
 def _first_line(error: BaseException) -> str:
@@ -137,7 +148,7 @@ class ReplicaSet:
     async def _wake_router(self, method: str, *args: object) -> None:
         """Serve starts a handle's router at its first call; only then do we learn of replicas."""
         try:
-            await asyncio.wait_for(getattr(self._handle, method).remote(*args), CONTROL_TIMEOUT_S)
+            await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
         except (TimeoutError, RayError, RayServeException) as error:
             logger.debug("no %s replica yet: %s", self._handle.deployment_name, _first_line(error))
 

@@ -1,6 +1,6 @@
 """Serve request router that honours an explicit replica id: how a sequence stays with its workers.
 
-The choice of replica is the caller's, made from `known_replicas`; Serve only delivers. The id travels as the
+The choice of replica is the caller's, made from `registry.known_replicas`; Serve only delivers. The id travels as the
 handle's ``session_id``. See docs/decisions/0001-pinned-routing.md.
 """
 
@@ -10,20 +10,9 @@ import random
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from specdec.errors import WorkerError
+from specdec.cluster import registry
 
 ROUTER_PATH = "specdec.cluster.router:PinnedRouter"
-
-_replicas: dict[tuple[str, str], tuple[str, ...]] = {}
-
-
-class ReplicaGone(WorkerError):
-    """The replica a call was pinned to does not run any more."""
-
-
-def known_replicas(app_name: str, deployment_name: str) -> tuple[str, ...]:
-    """Ids of the running replicas of a deployment that this process has a handle to, as Serve last told."""
-    return _replicas.get((app_name, deployment_name), ())
 
 
 class PinnedRouter(RequestRouter):
@@ -54,12 +43,12 @@ class PinnedRouter(RequestRouter):
         pinned = pending_request.metadata.session_id
         found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == pinned]
         if not found:
-            error = ReplicaGone(f"{self._deployment_id.name} replica {pinned} is not running")
+            error = registry.ReplicaGone(f"{self._deployment_id.name} replica {pinned} is not running")
             if not pending_request.future.done():
                 pending_request.future.set_exception(error)
             raise error
         return [found]
 
     def _publish(self) -> None:
-        key = (self._deployment_id.app_name, self._deployment_id.name)
-        _replicas[key] = tuple(replica.replica_id.unique_id for replica in self._replicas_list)
+        replica_ids = tuple(replica.replica_id.unique_id for replica in self._replicas_list)
+        registry.publish(self._deployment_id.app_name, self._deployment_id.name, replica_ids)

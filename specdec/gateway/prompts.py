@@ -27,7 +27,7 @@ class PromptTokenizer(Protocol):
     chat_template: str | dict[str, str] | None
 
     def apply_chat_template(
-        self, conversation: list[dict[str, object]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[object], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
 
     def encode(
@@ -59,8 +59,8 @@ def param_of(prompt: Prompt) -> str:
 class PromptEncoder:
     """Turns prompts into token ids, off the event loop.
 
-    One thread of its own: the tokenizer is not safe to share, and a prompt of megabytes takes seconds, in which
-    running streams must go on.
+    One thread of its own: the tokenizer is not safe to share, and a prompt of megabytes takes seconds, in
+    which running streams must go on.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, vocab_size: int) -> None:
@@ -83,7 +83,10 @@ class PromptEncoder:
                 token_ids = await self._in_thread(self._encode_text, prompt.text)
             case ChatPrompt():
                 check_messages(prompt.messages)
-                token_ids = await self._in_thread(self._encode_chat, prompt.messages)
+                try:
+                    token_ids = await self._in_thread(self._encode_chat, prompt.messages)
+                except RecursionError as error:
+                    raise InvalidRequest("messages are nested too deeply", "messages") from error
             case _:
                 assert_never(prompt)
         if not token_ids:
@@ -112,30 +115,31 @@ class PromptEncoder:
         The special tokens of a rendered chat are the template's alone: a message containing ``<|im_end|>``
         must not end its turn. Such text travels through the template as a placeholder that nobody can guess.
         """
-        if self._tokenizer.chat_template is None:
-            raise InvalidRequest("the model has no chat template: use text completions", "messages")
         marker = secrets.token_hex(8)
         literals: list[str] = []
 
-        def replace(match: re.Match[str]) -> str:
+        def hide(text: str) -> str:
+            return self._special_text.sub(hide_match, text)
+
+        def hide_match(match: re.Match[str]) -> str:
             literals.append(match.group())
             return f"{marker}:{len(literals) - 1}:"
 
-        conversation = [
-            _as_template_value(message, self._special_text.sub(replace, message.content))
-            for message in messages
-        ]
+        rendered = self._render([_map_strings(_template_value(message), hide) for message in messages])
+        check_unicode(rendered, "messages")
         token_ids: list[int] = []
-        pieces = re.split(f"{marker}:([0-9]+):", self._render(conversation))
-        for idx, piece in enumerate(pieces):
+        for idx, piece in enumerate(re.split(f"{marker}:([0-9]+):", rendered)):
             # re.split alternates between rendered text and the captured numbers.
-            text, is_literal = (literals[int(piece)], True) if idx % 2 else (piece, False)
+            is_literal = idx % 2 == 1
+            text = literals[int(piece)] if is_literal else piece
             token_ids += self._tokenizer.encode(
                 text, add_special_tokens=False, split_special_tokens=is_literal
             )
         return tuple(token_ids)
 
-    def _render(self, conversation: list[dict[str, object]]) -> str:
+    def _render(self, conversation: list[object]) -> str:
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest("the model has no chat template: use text completions", "messages")
         try:
             return self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
@@ -173,14 +177,13 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             raise InvalidRequest(
                 f"unknown role {message.role!r}: use {', '.join(ROLES)}", f"messages[{idx}].role"
             )
-        check_unicode(message.content, f"messages[{idx}].content")
 
 
-def _as_template_value(message: ChatMessage, content: str) -> dict[str, object]:
+def _template_value(message: ChatMessage) -> dict[str, object]:
     """The dictionary chat templates are written against; ``developer`` is read as ``system``."""
     value: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": content,
+        "content": message.content,
     }
     if message.name is not None:
         value["name"] = message.name
@@ -196,6 +199,19 @@ def _as_template_value(message: ChatMessage, content: str) -> dict[str, object]:
             for call in message.tool_calls
         ]
     return value
+
+
+def _map_strings(value: object, change: Callable[[str], str]) -> object:
+    """Return a JSON-like value with every string in it changed."""
+    match value:
+        case str():
+            return change(value)
+        case dict():
+            return {change(key): _map_strings(item, change) for key, item in value.items()}
+        case list():
+            return [_map_strings(item, change) for item in value]
+        case _:
+            return value
 
 
 def _parsed(arguments: str) -> object:

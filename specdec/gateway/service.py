@@ -6,8 +6,8 @@ Knows nothing of either protocol, nor of what is behind the `Backend`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from specdec.config import AppConfig
@@ -86,7 +86,8 @@ class GenerationService:
             DeadlineExceeded: it took longer than its deadline.
         """
         deadline = asyncio.get_running_loop().time() + self.timeout_s(request)
-        generation = await self._prepare(request)
+        async with _until(deadline):
+            generation = await self._prepare(request)
         text = SequenceText(
             self._decoding_tokenizer,
             stop_strings=request.sampling.stop,
@@ -100,11 +101,17 @@ class GenerationService:
                 piece = text.push(chunk.token_ids)
                 num_tokens += len(piece.token_ids)
                 stats = chunk.stats or stats
+                if chunk.is_last:
+                    # Let the backend come to its end: closed before it, a finished sequence looks cancelled.
+                    async with _until(deadline):
+                        await anext(chunks, None)
                 if text.is_stopped or chunk.is_last:
                     break
                 if piece.token_ids:
                     yield TextDelta(text=piece.text, token_ids=piece.token_ids)
-        yield TextDelta(text=piece.text + text.finish(), token_ids=piece.token_ids)
+        last = TextDelta(text=piece.text + text.finish(), token_ids=piece.token_ids)
+        if last.text or last.token_ids:
+            yield last
         yield Finished(
             finish_reason=_finish_reason(text, chunk),
             usage=Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=num_tokens),
@@ -117,15 +124,24 @@ class GenerationService:
         return build_generation_request(request, prompt_ids, config=self.config, model_info=self.model_info)
 
 
-async def _next_chunk(chunks: AsyncGenerator[TokenChunk, None], deadline: float) -> TokenChunk:
-    """Wait for the next chunk, never beyond the deadline (in the running loop's time)."""
+@asynccontextmanager
+async def _until(deadline: float) -> AsyncIterator[None]:
+    """Give up what is awaited inside at the deadline (in the running loop's time).
+
+    Not for use around a ``yield`` of a generator: its consumer's work would be interrupted.
+    """
     try:
         async with asyncio.timeout_at(deadline) as scope:
-            chunk = await anext(chunks, None)
+            yield
     except TimeoutError as error:
         if not scope.expired():
             raise
         raise DeadlineExceeded("the request was not finished by its deadline") from error
+
+
+async def _next_chunk(chunks: AsyncGenerator[TokenChunk, None], deadline: float) -> TokenChunk:
+    async with _until(deadline):
+        chunk = await anext(chunks, None)
     if chunk is None:
         raise GenerationFailed("the generation ended unexpectedly")
     if chunk.error is not None:

@@ -1,8 +1,8 @@
 """Token ids to the text a client may see, one token at a time.
 
 Three stages for each sequence: `Detokenizer` turns tokens into text without ever splitting a character,
-`StopScanner` holds back what may become a stop string, and `SequenceText` joins both and says at which token the
-sequence ended. Streamed and unstreamed answers both come through here, so they are the same text.
+`StopScanner` holds back what may become a stop string, and `SequenceText` joins both and says at which token
+the sequence ended. Streamed and unstreamed answers both come through here, so they are the same text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 MAX_PENDING_TOKENS = 16
-"""Tokens the detokenizer may sit on. An incomplete character spans at most 4 bytes, so a longer wait means text
-that really is U+FFFD, or tokens without any text."""
+"""Tokens the detokenizer may sit on. An incomplete character spans at most 4 bytes, so a longer wait means
+text that really is U+FFFD, or tokens without any text."""
 
 MAX_CHARACTER_TOKENS = 4
 """Tokens one incomplete character can span, at a byte each."""
@@ -24,13 +24,17 @@ MAX_CHARACTER_TOKENS = 4
 class Detokenizer:
     """Incremental decoding of one sequence, special tokens skipped.
 
-    A character whose bytes are spread over several tokens appears with the last of them. The deltas, joined and
-    followed by ``flush()``, are what decoding all tokens at once gives.
+    A character whose bytes are spread over several tokens appears with the last of them. The deltas, joined
+    and followed by ``flush()``, are what decoding all tokens at once gives.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._restart(context=[])
+        self._stream = DecodeStream([], skip_special_tokens=True)
+        self._context: list[int] = []
+        """Tokens of the last delta: what decoders need to see in order to place spaces."""
+        self._pending: list[int] = []
+        """Tokens pushed since then."""
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text it completes, often empty."""
@@ -50,24 +54,22 @@ class Detokenizer:
         return text
 
     def _restart(self, context: list[int]) -> None:
-        self._stream = DecodeStream(list(context), skip_special_tokens=True)
+        self._stream = DecodeStream(context, skip_special_tokens=True)
         self._context = context
-        """Tokens of the last delta: what decoders need to see in order to place spaces."""
-        self._pending: list[int] = []
-        """Tokens pushed since then."""
+        self._pending = []
 
     def _step(self, token_id: int) -> str | None:
         try:
             return self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The library raises nothing narrower. Byte-fallback decoders turn a whole run of bytes into U+FFFD when
-            # its end is invalid; the stream then finds its earlier, valid text gone and gives up. Go on behind it.
+            # The library raises nothing narrower. Byte-fallback decoders turn a whole run of bytes into
+            # U+FFFD when its end is invalid; the stream then misses text it gave before. Go on behind it.
             text = self._text_of(self._pending)
-            self._stream = DecodeStream(list(self._pending), skip_special_tokens=True)
+            self._stream = DecodeStream(self._pending, skip_special_tokens=True)
             return text
 
     def _relieve(self) -> str:
-        """Let go of what cannot be an incomplete character, so that a wait is bounded in tokens and in work."""
+        """Let go of what cannot be an incomplete character, so that the wait and the work are bounded."""
         text = self._text_of(self._pending)
         if not text:
             self._restart(self._context)

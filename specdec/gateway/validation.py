@@ -173,8 +173,8 @@ def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context:
     room = max_context - prompt_len
     if room <= 0:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens; the model's context of {max_context} tokens must hold it and at"
-            " least one output token: shorten the prompt",
+            f"the prompt has {prompt_len} tokens; the model's context of {max_context} tokens must hold it"
+            " and at least one output token: shorten the prompt",
             param_of(prompt),
         )
     if asked is None:
@@ -183,8 +183,8 @@ def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context:
         raise InvalidRequest(f"max_tokens must be at least 1, got {_shown(asked)}", "max_tokens")
     if asked > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens and max_tokens asks for {_shown(asked)} more; the model's context"
-            f" is {max_context} tokens: shorten the prompt or ask for at most {room}",
+            f"the prompt has {prompt_len} tokens and max_tokens asks for {_shown(asked)} more; the model's"
+            f" context is {max_context} tokens: shorten the prompt or ask for at most {room}",
             param_of(prompt),
         )
     return asked

@@ -1,0 +1,185 @@
+"""The gRPC server: `GenerationService` of ``protos/specdec/v1`` and the standard health service."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Never
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.config import GatewayConfig
+from specdec.errors import ConfigError, DeadlineExceeded, InvariantViolation, SpecDecError
+from specdec.gateway.events import collect
+from specdec.gateway.grpc_health import HealthServicer
+from specdec.gateway.grpc_messages import to_client_request, to_response, to_stream_response
+from specdec.gateway.proto import generation_pb2 as pb
+from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
+from specdec.gateway.service import GenerationService
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "specdec.v1.GenerationService"
+MAX_DETAILS_CHARS = 1000
+"""Details travel in trailers, which clients bound at a few KB."""
+
+RETRY_PUSHBACK_MS = 1000
+RETRYABLE_CODES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+
+
+class GrpcServer:
+    """A running server. Owned by the event loop it was started on."""
+
+    def __init__(self, server: grpc.aio.Server, port: int, health: HealthServicer) -> None:
+        self.port = port
+        """The port it listens on, also where a free one was asked for."""
+        self._server = server
+        self._health = health
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Report NOT_SERVING, refuse new calls, and cancel running ones after ``grace_s`` seconds."""
+        self._health.close()
+        await self._server.stop(grace_s)
+
+
+async def start_grpc_server(
+    service: GenerationService, config: GatewayConfig, ready: Callable[[], bool]
+) -> GrpcServer:
+    """Start serving on the running event loop.
+
+    Gateway replicas on one node share the port (``SO_REUSEPORT``): the kernel spreads connections over them.
+
+    Args:
+        service: answers the calls.
+        config: address and limits.
+        ready: asked by the health service.
+
+    Raises:
+        ConfigError: the address cannot be bound, or reflection is on but its package is missing.
+    """
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", config.max_body_bytes),
+        ]
+    )
+    health = HealthServicer(("", SERVICE_NAME), ready)
+    pb_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if config.grpc_reflection:
+        _enable_reflection(server)
+    port = _bind(server, config)
+    await server.start()
+    return GrpcServer(server, port, health)
+
+
+class GenerationServicer(pb_grpc.GenerationServiceServicer):
+    """Translates calls. A cancelled or expired call is a cancelled coroutine, which closes its generation."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> pb.GenerateResponse:
+        async with _errors_as_statuses(context):
+            call = to_client_request(request, _new_request_id(), context.time_remaining())
+            completion = await collect(self._service.generate(call))
+            return to_response(
+                completion, call.request_id, self._service.model_name, request.speculative.metrics
+            )
+
+    async def GenerateStream(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+    ) -> None:
+        # Written as a coroutine, not a generator: were it cancelled at a yield, its cleanup would be left to
+        # the garbage collector.
+        async with _errors_as_statuses(context):
+            call = to_client_request(request, _new_request_id(), context.time_remaining())
+            async with aclosing(self._service.generate(call)) as events:
+                # A client that does not read blocks the write; it must not hold the sequence for ever.
+                async with asyncio.timeout(self._service.timeout_s(call)):
+                    async for event in events:
+                        await context.write(
+                            to_stream_response(
+                                event, call.request_id, self._service.model_name, request.speculative.metrics
+                            )
+                        )
+
+    async def GetModelInfo(
+        self,
+        request: pb.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
+    ) -> pb.GetModelInfoResponse:
+        config, info = self._service.config, self._service.model_info
+        return pb.GetModelInfoResponse(
+            model=self._service.model_name,
+            max_context=info.max_context,
+            vocab_size=info.vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_speculative_tokens=config.speculation.max_speculative_tokens,
+            draft_model=config.draft.model if config.draft else None,
+        )
+
+
+@asynccontextmanager
+async def _errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """End the call with the status of the error raised inside, never with a trace."""
+    try:
+        yield
+    except SpecDecError as error:
+        await _abort(context, error)
+    except TimeoutError:
+        await _abort(context, DeadlineExceeded("the request was not finished by its deadline"))
+    except Exception:
+        logger.exception("a gRPC call failed")
+        await _abort(context, InvariantViolation("internal error"))
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecDecError) -> Never:
+    if error.grpc_code == "INTERNAL":
+        logger.error("a gRPC call failed", exc_info=error)
+    details = "internal error" if error.grpc_code == "INTERNAL" else error.message
+    metadata = [
+        *([("specdec-error-code", error.code)] if error.code else []),
+        *([("specdec-error-param", error.param)] if error.param else []),
+        *([("grpc-retry-pushback-ms", str(RETRY_PUSHBACK_MS))] if error.grpc_code in RETRYABLE_CODES else []),
+    ]
+    await context.abort(grpc.StatusCode[error.grpc_code], details[:MAX_DETAILS_CHARS], tuple(metadata))
+    raise AssertionError("abort raises")
+
+
+def _new_request_id() -> str:
+    return f"gen-{uuid.uuid4().hex}"
+
+
+def _bind(server: grpc.aio.Server, config: GatewayConfig) -> int:
+    host = f"[{config.grpc_host}]" if ":" in config.grpc_host else config.grpc_host
+    address = f"{host}:{config.grpc_port}"
+    try:
+        port: int = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"gateway.grpc_host/grpc_port: cannot listen on {address}") from error
+    return port
+
+
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    try:
+        reflection = importlib.import_module("grpc_reflection.v1alpha.reflection")
+    except ImportError as error:
+        raise ConfigError("gateway.grpc_reflection needs the package grpcio-reflection") from error
+    names = (
+        SERVICE_NAME,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)

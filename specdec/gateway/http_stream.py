@@ -1,0 +1,124 @@
+"""Server-sent events, and work that ends when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specdec.errors import InvariantViolation, SpecDecError
+from specdec.gateway.events import Finished, GenerationEvent
+from specdec.gateway.http_errors import error_envelope
+from specdec.gateway.openai_responses import JsonObject, ResponseFormat
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DONE_FRAME = b"data: [DONE]\n\n"
+
+
+def frame(payload: JsonObject) -> bytes:
+    """One event: a ``data:`` line with one JSON object, nothing else, ended by an empty line."""
+    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def sse_frames(
+    first: GenerationEvent, events: AsyncGenerator[GenerationEvent, None], response: ResponseFormat
+) -> AsyncGenerator[bytes, None]:
+    """Yield the frames of one answer, whose first event has already been waited for.
+
+    An error from here on can only be told inside the stream: one frame with ``error``, and no ``[DONE]``.
+    """
+    try:
+        for payload in (response.first_chunk(), *_payloads(first, response)):
+            if payload is not None:
+                yield frame(payload)
+        async for event in events:
+            for payload in _payloads(event, response):
+                yield frame(payload)
+        yield DONE_FRAME
+    except SpecDecError as error:
+        yield frame(error_envelope(error))
+    except Exception:
+        logger.exception("request %s failed while streaming", response.request_id)
+        yield frame(error_envelope(InvariantViolation("internal error")))
+
+
+def _payloads(event: GenerationEvent, response: ResponseFormat) -> list[JsonObject]:
+    if isinstance(event, Finished):
+        usage = response.usage_chunk(event.usage)
+        return [response.last_chunk(event), *([usage] if usage is not None else [])]
+    # Tokens without text (an incomplete character, a possible stop string) show nothing yet.
+    return [response.text_chunk(event.text)] if event.text else []
+
+
+class EventStreamResponse(Response):
+    """Sends frames; closes their source when the answer ends, however it ends.
+
+    The framework's own streaming response leaves a generator it did not exhaust to the garbage collector.
+    Here the source is closed, and with it the sequence on every worker, before the request is over.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[GenerationEvent, None],
+        lifetime_s: float,
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        # Proxies must pass frames on as they come.
+        self.headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._source = source
+        self._lifetime_s = lifetime_s
+        """A client that does not read holds the stream no longer than this."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the frames until they end, the client leaves, or the time is up."""
+        async with aclosing(self._source), aclosing(self._frames):
+            try:
+                async with asyncio.timeout(self._lifetime_s):
+                    await unless_disconnected(receive, self._send_all(send))
+            except (ClientDisconnect, TimeoutError, OSError) as error:
+                logger.debug("stream ended early: %r", error)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for body in self._frames:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await ``work``; cancel it as soon as the client leaves, and whenever this is cancelled.
+
+    ``work`` has ended, its cleanup included, when this returns or raises.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,224 @@
+"""The service between protocols and backend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from specdec.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ServiceUnavailable,
+    TooManyRequests,
+    UnknownModel,
+)
+from specdec.gateway.events import Finished, TextDelta, collect
+from specdec.gateway.requests import ClientRequest, SamplingOptions, TextPrompt
+from specdec.types import TokenChunk
+from tests.fakes import (
+    EOS_ID,
+    MODEL_NAME,
+    ScriptedBackend,
+    byte_ids_of,
+    eventually,
+    scripted_stats,
+    token_ids_of,
+    toy_service,
+)
+
+COLOURS = [*byte_ids_of("red green blue"), EOS_ID]
+
+
+def ask(text="one", model=None, timeout_s=None, **options) -> ClientRequest:
+    return ClientRequest(
+        request_id="cmpl-1",
+        prompt=TextPrompt(text=text),
+        model=model,
+        timeout_s=timeout_s,
+        sampling=SamplingOptions(**options),
+    )
+
+
+async def events_of(service, request):
+    async with aclosing(service.generate(request)) as events:
+        return [event async for event in events]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 4, 2), (100,)])
+async def test_text_and_usage_of_a_natural_end(sizes):
+    backend = ScriptedBackend(COLOURS, chunk_sizes=sizes)
+    completion = await collect(toy_service(backend).generate(ask()))
+    assert completion.text == "red green blue"
+    assert completion.token_ids == tuple(COLOURS)  # the EOS token is returned and counted, without text
+    assert completion.finished.finish_reason == "stop"
+    assert completion.finished.usage.completion_tokens == len(COLOURS)
+    assert completion.finished.usage.prompt_tokens == len(token_ids_of("one"))
+    assert completion.finished.stats is not None
+    assert (backend.num_running, backend.num_closed) == (0, 0)  # ended, not cancelled
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (100,)])
+async def test_stop_string_ends_text_ids_and_usage_at_one_token(sizes):
+    backend = ScriptedBackend(COLOURS, chunk_sizes=sizes)
+    completion = await collect(toy_service(backend).generate(ask(stop=("een bl",))))
+    assert completion.text == "red gr"
+    assert completion.token_ids == tuple(byte_ids_of("red green bl"))
+    assert completion.finished.finish_reason == "stop"
+    assert completion.finished.usage.completion_tokens == len("red green bl")
+    assert backend.num_running == 0
+
+
+async def test_stop_string_closes_the_backend_before_the_client_reads_on():
+    backend = ScriptedBackend(COLOURS, block_after=9)
+    async with aclosing(toy_service(backend).generate(ask(stop=("green",)))) as events:
+        while (await anext(events)).token_ids[-1:] != (byte_ids_of("n")[0],):
+            pass
+        assert (backend.num_running, backend.num_closed) == (0, 1)
+        assert isinstance(await anext(events), Finished)
+
+
+async def test_max_tokens_ends_with_length():
+    completion = await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(max_tokens=5)))
+    assert (completion.text, completion.finished.finish_reason) == ("red g", "length")
+    assert completion.finished.usage.completion_tokens == 5
+
+
+async def test_stop_token_at_the_cap_is_a_stop():
+    completion = await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(max_tokens=len(COLOURS))))
+    assert completion.finished.finish_reason == "stop"
+
+
+async def test_ignore_eos_runs_to_the_cap():
+    completion = await collect(
+        toy_service(ScriptedBackend(COLOURS)).generate(ask(ignore_eos=True, max_tokens=50))
+    )
+    assert completion.finished.finish_reason == "length"
+    assert completion.finished.usage.completion_tokens == 50
+    assert completion.text.startswith("red green bluered")
+
+
+async def test_zero_token_answer_counts_its_eos():
+    events = await events_of(toy_service(ScriptedBackend([EOS_ID])), ask())
+    assert events == [
+        TextDelta(text="", token_ids=(EOS_ID,)),
+        Finished(finish_reason="stop", usage=events[1].usage, stats=scripted_stats(1)),
+    ]
+    assert events[1].usage.completion_tokens == 1
+
+
+async def test_truncated_character_gives_the_same_text_streamed_or_not():
+    service = toy_service(ScriptedBackend(byte_ids_of("ab😀")))
+    events = await events_of(service, ask(max_tokens=4))
+    assert "".join(event.text for event in events[:-1]) == "ab\ufffd"
+    assert (await collect(service.generate(ask(max_tokens=4)))).text == "ab\ufffd"
+
+
+async def test_stats_of_an_earlier_chunk_survive_a_stop_string():
+    class CountingBackend(ScriptedBackend):
+        async def generate(self, request):
+            async with aclosing(super().generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield TokenChunk(
+                        sequence_id=chunk.sequence_id, token_ids=chunk.token_ids, stats=scripted_stats(1)
+                    )
+
+    completion = await collect(toy_service(CountingBackend(COLOURS)).generate(ask(stop=("gr",))))
+    assert completion.finished.stats == scripted_stats(1)
+
+
+async def test_closing_closes_the_backend():
+    backend = ScriptedBackend(COLOURS, block_after=3)
+    events = toy_service(backend).generate(ask())
+    await anext(events)
+    assert backend.num_running == 1
+    await events.aclose()
+    assert (backend.num_running, backend.num_closed) == (0, 1)
+
+
+async def test_cancelling_closes_the_backend():
+    backend = ScriptedBackend(COLOURS, block_after=0)
+    task = asyncio.create_task(collect(toy_service(backend).generate(ask())))
+    await eventually(lambda: backend.num_running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (backend.num_running, backend.num_closed) == (0, 1)
+
+
+@pytest.mark.parametrize(("own", "gateways"), [(0.05, 60.0), (None, 0.05), (60.0, 0.05)])
+async def test_the_shorter_deadline_ends_the_request(own, gateways):
+    backend = ScriptedBackend(COLOURS, block_after=2)
+    service = toy_service(backend, request_timeout_s=gateways)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await collect(service.generate(ask(timeout_s=own)))
+    assert time.monotonic() - started < 1.0
+    assert (backend.num_running, backend.num_closed) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "error", [TooManyRequests("full"), ServiceUnavailable("none"), GenerationFailed("lost")]
+)
+@pytest.mark.parametrize("after", [0, 2])
+async def test_errors_of_the_backend_pass_through(error, after):
+    backend = ScriptedBackend(COLOURS, error=error, error_after=after)
+    with pytest.raises(type(error), match=error.message):
+        await collect(toy_service(backend).generate(ask()))
+
+
+@pytest.mark.parametrize("last", [None, "the target was lost"])
+async def test_a_generation_without_a_good_end_is_a_failure(last):
+    class BrokenBackend(ScriptedBackend):
+        async def generate(self, request):
+            yield TokenChunk(sequence_id=request.sequence_id, token_ids=(5,))
+            if last is not None:
+                yield TokenChunk(sequence_id=request.sequence_id, token_ids=(), error=last)
+
+    with pytest.raises(GenerationFailed, match=last or "unexpectedly"):
+        await collect(toy_service(BrokenBackend()).generate(ask()))
+
+
+@pytest.mark.parametrize("model", [None, "", MODEL_NAME])
+async def test_served_model_or_none(model):
+    assert (await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(model=model)))).text
+
+
+async def test_nothing_reaches_the_backend_when_the_request_is_wrong():
+    backend = ScriptedBackend(COLOURS)
+    service = toy_service(backend)
+    for request, error in [
+        (ask(model="other"), UnknownModel),
+        (ask(temperature=float("nan")), InvalidRequest),
+        (ask(text=""), InvalidRequest),
+    ]:
+        with pytest.raises(error):
+            await anext(service.generate(request))
+    assert backend.requests == []
+
+
+async def test_context_is_bounded_by_what_workers_report():
+    backend = ScriptedBackend(COLOURS)
+    service = toy_service(backend, max_context=256)
+    assert service.model_info.max_context == 256  # nothing attached: the configuration's word
+    backend.max_context = 64
+    await collect(service.generate(ask()))
+    assert backend.requests[0].stop.max_tokens == 64 - len(token_ids_of("one"))
+    backend.max_context = 10_000
+    assert service.model_info.max_context == 256
+
+
+async def test_long_prompts_do_not_stop_running_streams():
+    service = toy_service(ScriptedBackend(COLOURS))
+    task = asyncio.create_task(collect(service.generate(ask(text="red green " * 60_000))))
+    num_turns = 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10  # tokenizing on the event loop would leave one
+    with pytest.raises(ContextLengthExceeded):
+        await task
