@@ -204,4 +204,5 @@ class CoordinatorStatus:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_output_tokens: int
-    num_rounds: int
+    num_sequence_rounds: int
+    """Rounds that committed tokens, counted once per sequence."""

@@ -34,6 +34,18 @@ class VerificationMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What must be known of a model before it is served."""
+
+    vocab_size: int
+    """Ids that may be emitted: ``range(vocab_size)``. Embedding rows beyond are padding."""
+    max_context: int
+    """Prompt and output tokens together."""
+    eos_token_ids: frozenset[int]
+    """Any of them ends a sequence; empty if the model states none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The law a client asks for: what is done to the target's logits before a token is drawn."""
 
@@ -125,14 +137,14 @@ class TokenChunk:
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
     """Committed this round, in order. The token that ended the sequence (EOS, stop token) is included."""
+    num_drafted: int = 0
+    """Draft tokens this round verified."""
     num_accepted: int = 0
-    """The first ``num_accepted`` of ``token_ids`` were draft tokens; at most one more follows."""
+    """How many of them were accepted: the first of ``token_ids``, unless the sequence ended before."""
     finish_reason: FinishReason | None = None
     """Set on a sequence's last chunk if it ended well."""
     error: str | None = None
     """Set on a sequence's last chunk if it failed: a sentence for the client."""
-    stats: SpeculationStats | None = None
-    """Set on the last chunk."""
 
     @property
     def is_last(self) -> bool:

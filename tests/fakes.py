@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from specdec.config import AppConfig, parse_config
 from specdec.errors import SpecDecError
 from specdec.gateway.backend import Backend
-from specdec.gateway.model_info import ModelInfo
 from specdec.gateway.service import GenerationService
 from specdec.messages import CoordinatorStatus
-from specdec.types import GenerationRequest, SpeculationStats, TokenChunk
+from specdec.types import GenerationRequest, ModelInfo, SpeculationStats, TokenChunk
 
 MODEL_NAME = "org/toy-model"
 
@@ -150,9 +149,9 @@ class ScriptedBackend:
             yield TokenChunk(
                 sequence_id=request.sequence_id,
                 token_ids=tuple(output[start:end]),
-                num_accepted=max(0, end - start - 1),
+                num_drafted=2,
+                num_accepted=1,
                 finish_reason=reason if is_last else None,
-                stats=scripted_stats(idx + 1) if is_last else None,
             )
             if is_last:
                 return
@@ -171,6 +170,7 @@ def _cut(tokens: itertools.cycle[int], request: GenerationRequest) -> tuple[list
 
 
 def scripted_stats(num_chunks: int) -> SpeculationStats:
+    """What that many chunks of a `ScriptedBackend` add up to."""
     return SpeculationStats(
         num_rounds=num_chunks,
         num_spec_steps=num_chunks,
@@ -195,7 +195,7 @@ def _status(max_context: int) -> CoordinatorStatus:
         num_draft_tokens=0,
         num_accepted_draft_tokens=0,
         num_output_tokens=0,
-        num_rounds=0,
+        num_sequence_rounds=0,
     )
 
 
@@ -214,9 +214,8 @@ def toy_service(backend: Backend, *, max_context: int = 256, **gateway: object) 
         max_context=max_context,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS_ID}),
-        created=1_700_000_000,
     )
-    return GenerationService(backend, toy_tokenizer(), toy_config(**gateway), info)
+    return GenerationService(backend, toy_tokenizer(), toy_config(**gateway), info, created=1_700_000_000)
 
 
 @asynccontextmanager

@@ -27,6 +27,22 @@ APP_IMPORT_PATH = "specdec.cluster.app:build_app"
 DEPLOYMENT_NAMES = ("Gateway", "Coordinator", "DraftWorker", "TargetWorker")
 
 
+DEFAULT_DEPLOYMENT: dict[str, Any] = {
+    "proxy_location": "HeadOnly",
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "logging_config": {"enable_access_log": False},
+    "applications": [
+        {
+            "name": "specdec",
+            "route_prefix": "/",
+            "import_path": APP_IMPORT_PATH,
+            "args": {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}},
+        }
+    ],
+}
+"""What `specdec serve` without a file deploys; ``deployments/local.yaml`` says the same, for editing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeployConfig:
     """A checked deployment file.
@@ -58,6 +74,11 @@ def load_deploy_config(path: Path | str, overrides: Mapping[str, object] | None 
         return parse_deploy_config(values, overrides)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def default_deploy_config(overrides: Mapping[str, object] | None = None) -> DeployConfig:
+    """The embedded pair on this machine, with overrides applied."""
+    return parse_deploy_config(DEFAULT_DEPLOYMENT, overrides)
 
 
 def parse_deploy_config(values: object, overrides: Mapping[str, object] | None = None) -> DeployConfig:

@@ -1,4 +1,7 @@
-"""The four Serve deployments: thin shells around plain classes that tests build directly."""
+"""Replica classes of the workers and the coordinator: thin shells around plain classes.
+
+`specdec.cluster.app` makes Serve deployments of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,9 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.handles import ServeDirectory
-from specdec.cluster.router import ROUTER_PATH
 from specdec.config import AppConfig
 from specdec.coordinator.coordinator import Coordinator
 from specdec.messages import (
@@ -29,12 +30,6 @@ from specdec.types import GenerationRequest, SequenceId
 
 logger = logging.getLogger(__name__)
 
-# Serve's default of 5 concurrent calls would starve streams and heartbeats; our own limits apply instead.
-_PINNED: dict[str, Any] = {
-    "max_ongoing_requests": 1000,
-    "request_router_config": RequestRouterConfig(request_router_class=ROUTER_PATH),
-}
-
 
 def _identity() -> tuple[str, str]:
     """This replica's unique id and its node's id."""
@@ -42,8 +37,7 @@ def _identity() -> tuple[str, str]:
     return replica_id, ray.get_runtime_context().get_node_id()
 
 
-@serve.deployment(name="DraftWorker", **_PINNED)
-class DraftWorkerDeployment:
+class DraftWorkerReplica:
     """Draft model and its KV cache."""
 
     def __init__(self, config: AppConfig) -> None:
@@ -53,8 +47,9 @@ class DraftWorkerDeployment:
         from specdec.models import check_pair
 
         assert config.draft is not None
-        check_pair(config.target.model, config.draft.model)
-        engine = DraftEngine(load_runner(config.draft), config.speculation.draft_support)
+        pair = check_pair(config.target.model, config.draft.model)
+        runner = load_runner(config.draft, vocab_size=pair.vocab_size, max_context=pair.draft_context)
+        engine = DraftEngine(runner, config.speculation.draft_support)
         worker_id, node_id = _identity()
         self._worker = DraftWorker(engine, worker_id=worker_id, model=config.draft.model, node_id=node_id)
 
@@ -68,16 +63,18 @@ class DraftWorkerDeployment:
         return await self._worker.heartbeat(heartbeat)
 
 
-@serve.deployment(name="TargetWorker", **_PINNED)
-class TargetWorkerDeployment:
+class TargetWorkerReplica:
     """Target model and its KV cache."""
 
     def __init__(self, config: AppConfig) -> None:
         from specdec.engine.loading import load_runner
         from specdec.engine.verifying import TargetEngine
         from specdec.engine.worker import TargetWorker
+        from specdec.models import model_info
 
-        engine = TargetEngine(load_runner(config.target))
+        info = model_info(config.target.model)
+        runner = load_runner(config.target, vocab_size=info.vocab_size, max_context=info.max_context)
+        engine = TargetEngine(runner)
         worker_id, node_id = _identity()
         self._worker = TargetWorker(engine, worker_id=worker_id, model=config.target.model, node_id=node_id)
 
@@ -91,8 +88,7 @@ class TargetWorkerDeployment:
         return await self._worker.heartbeat(heartbeat)
 
 
-@serve.deployment(name="Coordinator", **_PINNED)
-class CoordinatorDeployment:
+class CoordinatorReplica:
     """Sequences, lanes, rounds."""
 
     def __init__(
@@ -100,26 +96,21 @@ class CoordinatorDeployment:
     ) -> None:
         coordinator_id, _ = _identity()
         self._coordinator = Coordinator(config, ServeDirectory(target, draft), coordinator_id)
-        self._is_started = False
+
+    async def check_health(self) -> None:
+        """Serve calls this once before the replica takes requests: the place to start what needs its loop."""
+        if not self._coordinator.is_started:
+            await self._coordinator.start()
 
     async def status(self) -> CoordinatorStatus:
-        """The state as of now; the first call, on the replica's own event loop, starts the work."""
-        await self._start()
         return self._coordinator.status()
 
     async def submit(self, gateway_id: str, request: GenerationRequest) -> None:
-        await self._start()
         await self._coordinator.submit(gateway_id, request)
 
     async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
         await self._coordinator.cancel(sequence_ids)
 
     async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
-        await self._start()
         async for update in self._coordinator.updates(gateway_id):
             yield update
-
-    async def _start(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            await self._coordinator.start()

@@ -51,7 +51,9 @@ class PinnedReplica:
         try:
             return await asyncio.wait_for(response, timeout_s)
         except TimeoutError:
-            raise WorkerError(f"replica {self.replica_id}: no answer to {method} in {timeout_s:g} s") from None
+            raise WorkerError(
+                f"replica {self.replica_id}: no answer to {method} in {timeout_s:g} s"
+            ) from None
         except SpecDecError:
             raise
         except (RayError, RayServeException) as error:

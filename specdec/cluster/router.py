@@ -1,7 +1,7 @@
 """Serve request router that honours an explicit replica id: how a sequence stays with its workers.
 
-The choice of replica is the caller's, made from `registry.known_replicas`; Serve only delivers. The id travels as the
-handle's ``session_id``. See docs/decisions/0001-pinned-routing.md.
+The choice of replica is the caller's, made from `registry.known_replicas`; Serve only delivers. The id
+travels as the handle's ``session_id``. See docs/decisions/0001-pinned-routing.md.
 """
 
 from __future__ import annotations

@@ -79,6 +79,10 @@ class Coordinator:
         self._totals = _Totals()
         self._poller: asyncio.Task[None] | None = None
 
+    @property
+    def is_started(self) -> bool:
+        return self._poller is not None
+
     async def start(self) -> None:
         """Begin looking for workers; returns after the first look."""
         await self._poll_once()
@@ -151,7 +155,7 @@ class Coordinator:
             num_draft_tokens=self._totals.num_draft_tokens,
             num_accepted_draft_tokens=self._totals.num_accepted_draft_tokens,
             num_output_tokens=self._totals.num_output_tokens,
-            num_rounds=self._totals.num_rounds,
+            num_sequence_rounds=self._totals.num_sequence_rounds,
         )
 
     # Sequences ------------------------------------------------------------------------------------------
@@ -188,13 +192,12 @@ class Coordinator:
 
     def _on_chunks(self, chunks: Sequence[TokenChunk]) -> None:
         for chunk in chunks:
-            self._totals.num_output_tokens += len(chunk.token_ids)
+            self._totals.add(chunk)
             ticket = self._tickets.get(chunk.sequence_id)
             if ticket is None:
                 continue  # cancelled during the round
             if chunk.is_last:
                 del self._tickets[chunk.sequence_id]
-                self._totals.add(ticket.state)
             self._deliver(ticket.gateway_id, chunk)
         self._dispatch()
 
@@ -320,15 +323,15 @@ class Coordinator:
 
 @dataclass(slots=True)
 class _Totals:
-    """Counters since the start, for status; finished sequences only, but for output tokens."""
+    """Counters since the start, for status."""
 
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_output_tokens: int = 0
-    num_rounds: int = 0
+    num_sequence_rounds: int = 0
 
-    def add(self, state: SequenceState) -> None:
-        stats = state.counter.snapshot()
-        self.num_draft_tokens += stats.num_draft_tokens
-        self.num_accepted_draft_tokens += stats.num_accepted_draft_tokens
-        self.num_rounds += stats.num_rounds
+    def add(self, chunk: TokenChunk) -> None:
+        self.num_draft_tokens += chunk.num_drafted
+        self.num_accepted_draft_tokens += chunk.num_accepted
+        self.num_output_tokens += len(chunk.token_ids)
+        self.num_sequence_rounds += bool(chunk.token_ids)

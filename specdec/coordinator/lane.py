@@ -239,6 +239,4 @@ class Lane:
 
 def failed_chunk(state: SequenceState, error: str) -> TokenChunk:
     """The last chunk of a sequence that cannot go on."""
-    return TokenChunk(
-        sequence_id=state.sequence_id, token_ids=(), error=error, stats=state.counter.snapshot()
-    )
+    return TokenChunk(sequence_id=state.sequence_id, token_ids=(), error=error)

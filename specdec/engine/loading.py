@@ -13,7 +13,7 @@ from specdec.engine import attention
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.runner import ForwardItem
 from specdec.errors import ConfigError, ModelUnavailable
-from specdec.models import model_info, resolve_model
+from specdec.models import resolve_model
 from specdec.types import SequenceId
 
 logger = logging.getLogger(__name__)
@@ -21,20 +21,24 @@ logger = logging.getLogger(__name__)
 _WARM_UP_ID = SequenceId("warm-up")
 
 
-def load_runner(config: ModelConfig) -> ModelRunner:
+def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> ModelRunner:
     """Load a model and make its first forward, so that the first request does not pay for it.
+
+    Args:
+        config: which model, and how to hold it.
+        vocab_size: ids that may be emitted.
+        max_context: the model's own limit; the configuration may lower it, and so may the KV capacity.
 
     Raises:
         ModelUnavailable: the files cannot be found or read.
         ConfigError: the device or architecture cannot serve.
     """
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    info = model_info(config.model)
     model = load_model(resolve_model(config.model), config.dtype, choose_device(config.device))
     runner = ModelRunner(
         model,
-        vocab_size=info.vocab_size,
-        max_context=min(config.max_context or info.context, info.context),
+        vocab_size=vocab_size,
+        max_context=min(config.max_context or max_context, max_context, config.kv_capacity_tokens),
         kv_capacity_tokens=config.kv_capacity_tokens,
     )
     warm_up(runner)

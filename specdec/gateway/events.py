@@ -35,8 +35,7 @@ class Finished:
 
     finish_reason: FinishReason
     usage: Usage
-    stats: SpeculationStats | None
-    """None when the backend had given no counters by the time a stop string ended the text."""
+    stats: SpeculationStats
 
 
 GenerationEvent = TextDelta | Finished

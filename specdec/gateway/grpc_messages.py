@@ -131,9 +131,7 @@ def _usage(usage: Usage) -> pb.Usage:
     )
 
 
-def _metrics(stats: SpeculationStats | None) -> pb.SpeculativeMetrics | None:
-    if stats is None:
-        return None
+def _metrics(stats: SpeculationStats) -> pb.SpeculativeMetrics:
     return pb.SpeculativeMetrics(
         num_spec_steps=stats.num_spec_steps,
         num_draft_tokens=stats.num_draft_tokens,

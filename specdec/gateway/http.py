@@ -110,7 +110,7 @@ async def create_completion(body: CompletionRequest, request: Request, service: 
 
 async def list_models(service: ReadyService) -> JsonObject:
     """List the served model; 503 until it can be used."""
-    return {"object": "list", "data": [model_card(service.model_name, service.model_info.created)]}
+    return {"object": "list", "data": [model_card(service.model_name, service.created)]}
 
 
 async def retrieve_model(name: str, service: ReadyService) -> JsonObject:
@@ -118,7 +118,7 @@ async def retrieve_model(name: str, service: ReadyService) -> JsonObject:
     if not name:
         raise HTTPException(404)
     service.check_model(name)
-    return model_card(service.model_name, service.model_info.created)
+    return model_card(service.model_name, service.created)
 
 
 async def health(service: ReadyService) -> JsonObject:

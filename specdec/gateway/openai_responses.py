@@ -127,9 +127,7 @@ def _usage(usage: Usage) -> JsonObject:
     }
 
 
-def _speculation(stats: SpeculationStats | None) -> JsonObject | None:
-    if stats is None:
-        return None
+def _speculation(stats: SpeculationStats) -> JsonObject:
     return {
         "num_spec_steps": stats.num_spec_steps,
         "num_draft_tokens": stats.num_draft_tokens,

@@ -14,12 +14,12 @@ from specdec.config import AppConfig
 from specdec.errors import DeadlineExceeded, GenerationFailed, UnknownModel
 from specdec.gateway.backend import Backend
 from specdec.gateway.events import Finished, GenerationEvent, TextDelta, Usage
-from specdec.gateway.model_info import ModelInfo
 from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
 from specdec.gateway.requests import ClientRequest
 from specdec.gateway.text import SequenceText
 from specdec.gateway.validation import build_generation_request
-from specdec.types import FinishReason, GenerationRequest, SpeculationStats, TokenChunk
+from specdec.speculation.stats import AcceptanceCounter
+from specdec.types import FinishReason, GenerationRequest, ModelInfo, TokenChunk
 
 
 class GenerationService:
@@ -30,15 +30,22 @@ class GenerationService:
         tokenizer: the target's; a ``transformers.PreTrainedTokenizerBase`` with a fast backend.
         config: the deployment's configuration.
         model_info: facts about the target model.
+        created: Unix time in whole seconds, shown by ``/v1/models``.
 
     Raises:
         ConfigError: the tokenizer has no fast backend.
     """
 
     def __init__(
-        self, backend: Backend, tokenizer: PromptTokenizer, config: AppConfig, model_info: ModelInfo
+        self,
+        backend: Backend,
+        tokenizer: PromptTokenizer,
+        config: AppConfig,
+        model_info: ModelInfo,
+        created: int = 0,
     ) -> None:
         self.config = config
+        self.created = created
         self._backend = backend
         self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
         self._decoding_tokenizer = copy_of_backend(tokenizer)
@@ -94,13 +101,13 @@ class GenerationService:
             stop_token_ids=generation.stop.stop_token_ids,
         )
         num_tokens = 0
-        stats: SpeculationStats | None = None
+        counter = AcceptanceCounter()
         async with aclosing(self._backend.generate(generation)) as chunks:
             while True:
                 chunk = await _next_chunk(chunks, deadline)
                 piece = text.push(chunk.token_ids)
                 num_tokens += len(piece.token_ids)
-                stats = chunk.stats or stats
+                counter.record(chunk.num_drafted, chunk.num_accepted)
                 if chunk.is_last:
                     # Let the backend come to its end: closed before it, a finished sequence looks cancelled.
                     async with _until(deadline):
@@ -115,7 +122,7 @@ class GenerationService:
         yield Finished(
             finish_reason=_finish_reason(text, chunk),
             usage=Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=num_tokens),
-            stats=stats,
+            stats=counter.snapshot(),
         )
 
     async def _prepare(self, request: ClientRequest) -> GenerationRequest:

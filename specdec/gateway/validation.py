@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from specdec.config import AppConfig
 from specdec.errors import ContextLengthExceeded, InvalidRequest
-from specdec.gateway.model_info import ModelInfo
 from specdec.gateway.prompts import check_unicode, param_of
 from specdec.gateway.requests import ClientRequest, Prompt, SamplingOptions, SpeculativeOptions
 from specdec.types import (
     GREEDY_TEMPERATURE,
     GenerationRequest,
+    ModelInfo,
     SamplingParams,
     SequenceId,
     StopCriteria,

@@ -5,13 +5,12 @@ transformers.
 """
 
 from specdec.models.embedded import EmbeddedStatus, list_embedded, pull
-from specdec.models.pair import ModelInfo, PairInfo, check_pair, model_info
+from specdec.models.pair import PairInfo, check_pair, model_info
 from specdec.models.resolve import resolve_model
 from specdec.models.tokenizer import load_tokenizer
 
 __all__ = [
     "EmbeddedStatus",
-    "ModelInfo",
     "PairInfo",
     "check_pair",
     "list_embedded",

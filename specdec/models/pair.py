@@ -13,21 +13,10 @@ from typing import Any
 from specdec.errors import IncompatiblePair, ModelUnavailable
 from specdec.models.resolve import resolve_model
 from specdec.models.tokenizer import has_tokenizer, load_tokenizer
+from specdec.types import ModelInfo
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Names under which model families state how many positions they were built for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What must be known of a target to serve it alone."""
-
-    vocab_size: int
-    """Ids that may be emitted: ``range(vocab_size)``. Embedding rows beyond are padding."""
-    context: int
-    """Tokens."""
-    eos_token_ids: frozenset[int]
-    """Any of them ends a sequence; empty if the model states none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +67,7 @@ def check_pair(target: str, draft: str) -> PairInfo:
     _check_draft_rows(draft, info.vocab_size, opened_draft.num_embeddings)
     return PairInfo(
         vocab_size=info.vocab_size,
-        target_context=info.context,
+        target_context=info.max_context,
         draft_context=_context(draft, opened_draft.config),
         eos_token_ids=info.eos_token_ids,
     )
@@ -129,7 +118,7 @@ def _info(target: _OpenedTarget) -> ModelInfo:
     num_known = max(target.vocab.values()) + 1
     return ModelInfo(
         vocab_size=min(num_known, target.num_embeddings),
-        context=_context(target.name, target.config),
+        max_context=_context(target.name, target.config),
         eos_token_ids=target.eos_token_ids,
     )
 

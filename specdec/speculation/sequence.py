@@ -15,7 +15,6 @@ from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, V
 from specdec.sampling.noise import Purpose, uniform
 from specdec.speculation.acceptance import count_accepted
 from specdec.speculation.log import CommittedLog, cut_block
-from specdec.speculation.stats import AcceptanceCounter
 from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode
 
 
@@ -43,7 +42,6 @@ class SequenceState:
         self.log = CommittedLog(request.prompt_ids, request.output_ids)
         self.target = CacheView()
         self.draft = CacheView()
-        self.counter = AcceptanceCounter()
         self.finish_reason: FinishReason | None = None
         self._stop = request.stop
         self._opening = Opening(
@@ -140,16 +138,15 @@ class SequenceState:
         block = (*draft_ids[:num_accepted], verdict.token_ids[num_accepted])
         committed, self.finish_reason = cut_block(block, self._stop, self.log.num_output_tokens)
         self.log.commit(committed)
-        self.counter.record(len(draft_ids), num_accepted)
         self.target.length = num_tokens + num_accepted
         if draft_ids:
             self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)
         return TokenChunk(
             sequence_id=self.sequence_id,
             token_ids=committed,
-            num_accepted=min(num_accepted, len(committed)),
+            num_drafted=len(draft_ids),
+            num_accepted=num_accepted,
             finish_reason=self.finish_reason,
-            stats=self.counter.snapshot() if self.finish_reason else None,
         )
 
     def _count_accepted(self, draft_ids: tuple[int, ...], verdict: Verdict) -> int:

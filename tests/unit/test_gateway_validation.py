@@ -7,7 +7,6 @@ import math
 import pytest
 
 from specdec.errors import ContextLengthExceeded, InvalidRequest
-from specdec.gateway.model_info import ModelInfo
 from specdec.gateway.requests import (
     ChatPrompt,
     ClientRequest,
@@ -16,7 +15,7 @@ from specdec.gateway.requests import (
     TextPrompt,
 )
 from specdec.gateway.validation import MAX_STOP_STRING_CHARS, build_generation_request
-from specdec.types import VerificationMode
+from specdec.types import ModelInfo, VerificationMode
 from tests.fakes import EOS_ID, VOCAB_SIZE, toy_config
 
 INFO = ModelInfo(max_context=100, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID, 0}))

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from specdec.errors import IncompatiblePair, ModelUnavailable
-from specdec.models import ModelInfo, PairInfo, check_pair, load_tokenizer, model_info
+from specdec.models import PairInfo, check_pair, load_tokenizer, model_info
+from specdec.types import ModelInfo
 
 WORDS = ("<eos>", "a", "b", "c", "d", "e")
 
@@ -124,7 +125,7 @@ def test_target_needs_a_tokenizer(make_model):
 
 def test_model_info_describes_a_target_alone(make_model):
     info = model_info(make_model("target", rows=8, context=32))
-    assert info == ModelInfo(vocab_size=6, context=32, eos_token_ids=frozenset({0}))
+    assert info == ModelInfo(vocab_size=6, max_context=32, eos_token_ids=frozenset({0}))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_eos_ids_are_gathered_from_generation_config_config_and_tokenizer(
 def test_multimodal_configuration_is_read_through_its_text_part(make_model):
     text = {"model_type": "llama", "vocab_size": 6, "max_position_embeddings": 48, "eos_token_id": 4}
     target = make_model("target", config={"model_type": "llava", "text_config": text, "eos_token_id": None})
-    assert model_info(target) == ModelInfo(vocab_size=6, context=48, eos_token_ids=frozenset({0, 4}))
+    assert model_info(target) == ModelInfo(vocab_size=6, max_context=48, eos_token_ids=frozenset({0, 4}))
 
 
 def test_model_that_states_no_context_is_refused(make_model):

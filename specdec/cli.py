@@ -1,0 +1,237 @@
+"""The ``specdec`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec import __version__
+from specdec.config import AppConfig, parse_config
+from specdec.errors import SpecDecError
+
+READY_TIMEOUT_S = 1800.0
+"""Large models take their time to download and load; a failure ends the wait at once."""
+
+app = typer.Typer(
+    help="Exact speculative decoding with draft and target on separate devices.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="Embedded models.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+console = Console(stderr=True, highlight=False)
+"""Messages for people; standard output is for results."""
+
+Target = Annotated[str | None, typer.Option(help="Target model: embedded name, folder or Hugging Face id.")]
+Draft = Annotated[str | None, typer.Option(help="Draft model, or 'none' for plain decoding.")]
+Gamma = Annotated[
+    int | None,
+    typer.Option("--num-speculative-tokens", help="Tokens to draft per round; 0 is plain decoding."),
+]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32, for both models.")]
+
+
+def main() -> None:
+    """Run the command; errors of our own are one line, not a traceback."""
+    try:
+        app()
+    except SpecDecError as error:
+        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        sys.exit(2)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(help="Deployment file; default: the embedded pair.")
+    ] = None,
+    target: Target = None,
+    draft: Draft = None,
+    num_speculative_tokens: Gamma = None,
+    dtype: Dtype = None,
+    host: Annotated[str | None, typer.Option(help="Interface for HTTP and gRPC.")] = None,
+    http_port: Annotated[int | None, typer.Option()] = None,
+    grpc_port: Annotated[int | None, typer.Option()] = None,
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; default: start one here.")
+    ] = None,
+) -> None:
+    """Serve a draft/target pair over HTTP and gRPC until Ctrl-C."""
+    # Imported here: the other commands need no Ray.
+    from specdec.cluster.deploy_config import DeployConfig, default_deploy_config, load_deploy_config
+    from specdec.cluster.server import RunningServer
+
+    def load(overrides: dict[str, object]) -> DeployConfig:
+        return load_deploy_config(config, overrides) if config else default_deploy_config(overrides)
+
+    overrides = _overrides(target, draft, num_speculative_tokens, host, http_port, grpc_port)
+    deploy = load(overrides)
+    if dtype is not None:
+        models = ["target", "draft"] if deploy.app.draft else ["target"]
+        deploy = load({**overrides, **{f"args.{model}.dtype": dtype for model in models}})
+    _warn_if_exposed(deploy.schema.http_options.host, deploy.app.gateway.grpc_host)
+    if address is None:
+        _preflight(deploy.app)
+    stop = _stop_signal()
+    with console.status("starting Ray") as status, RunningServer(deploy, address) as server:
+        server.wait_until_ready(READY_TIMEOUT_S, status.update)
+        status.stop()
+        console.print(
+            f"[green]ready[/green]  HTTP {server.http_url}/v1  gRPC {server.grpc_address}  "
+            f"{_describe(deploy.app)}  (Ctrl-C stops)",
+            soft_wrap=True,
+        )
+        stop.wait()
+        console.print("stopping")
+
+
+def _stop_signal() -> threading.Event:
+    """Set by Ctrl-C or SIGTERM; once ready, both mean an orderly end."""
+    stop = threading.Event()
+
+    def on_signal(_signum: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return stop
+
+
+def _overrides(
+    target: str | None,
+    draft: str | None,
+    num_speculative_tokens: int | None,
+    host: str | None,
+    http_port: int | None,
+    grpc_port: int | None,
+) -> dict[str, object]:
+    """Flags as dotted paths into a deployment file."""
+    values: dict[str, object] = {}
+    if target is not None:
+        # The configured draft belongs to the configured target: another target needs another one.
+        values |= {"args.target.model": target, "args.draft": None}
+    if draft is not None:
+        values |= {"args.draft": None if draft == "none" else {"model": draft}}
+    if num_speculative_tokens is not None:
+        values["args.speculation.num_speculative_tokens"] = num_speculative_tokens
+    if host is not None:
+        values |= {"http_options.host": host, "args.gateway.grpc_host": host}
+    if http_port is not None:
+        values["http_options.port"] = http_port
+    if grpc_port is not None:
+        values["args.gateway.grpc_port"] = grpc_port
+    return values
+
+
+def _preflight(config: AppConfig) -> None:
+    """Fetch embedded models and check the pair here, where an error is one clear line."""
+    from specdec.models import check_pair, model_info
+
+    for model in (config.target, config.draft):
+        if model is not None:
+            _pull_if_embedded(model.model)
+    if config.draft is None:
+        model_info(config.target.model)
+        console.print("no draft model: plain decoding")
+    else:
+        check_pair(config.target.model, config.draft.model)
+
+
+def _pull_if_embedded(name: str) -> None:
+    from specdec.models import list_embedded, pull
+
+    if any(model.name == name and not model.is_ready for model in list_embedded()):
+        pull(name, console=console)
+
+
+def _describe(config: AppConfig) -> str:
+    if config.draft is None:
+        return f"target {config.target.model}"
+    return f"target {config.target.model}, draft {config.draft.model}, γ = {config.num_speculative_tokens}"
+
+
+def _warn_if_exposed(*hosts: str) -> None:
+    exposed = sorted({host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")})
+    if exposed:
+        console.print(
+            f"[yellow]warning:[/yellow] listening on {', '.join(exposed)}: there is no authentication"
+        )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    target: Annotated[str, typer.Option()] = "smollm2",
+    draft: Annotated[str, typer.Option(help="Draft model, or 'none'.")] = "smollm2-draft",
+    num_speculative_tokens: Annotated[int, typer.Option()] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+    raw: Annotated[bool, typer.Option(help="Continue the text instead of answering a chat turn.")] = False,
+) -> None:
+    """Generate once in this process, without Ray, and show which tokens the draft got right."""
+    from specdec.oneshot import generate_once
+
+    _quiet_libraries()
+    models: dict[str, object] = {"target": {"model": target, "dtype": dtype}}
+    if draft != "none":
+        models["draft"] = {"model": draft, "dtype": dtype}
+    config = parse_config({**models, "speculation": {"num_speculative_tokens": num_speculative_tokens}})
+    _preflight(config)
+    asyncio.run(
+        generate_once(
+            config,
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            is_chat=not raw,
+            out=Console(highlight=False),
+            info=console,
+        )
+    )
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@models_app.command("pull")
+def models_pull(name: Annotated[str, typer.Argument(help="smollm2")]) -> None:
+    """Make an embedded model ready for use: download, verify, convert once."""
+    from specdec.models import pull
+
+    for model, path in pull(name, console=console).items():
+        console.print(f"{model}: {path}", soft_wrap=True)
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """List the embedded models."""
+    from specdec.models import list_embedded
+
+    table = Table("name", "role", "ready", "what it is")
+    for model in list_embedded():
+        table.add_row(model.name, model.role, "yes" if model.is_ready else "no", model.description)
+    Console().print(table)

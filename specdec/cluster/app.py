@@ -1,0 +1,52 @@
+"""The Serve application: ``import_path: specdec.cluster.app:build_app`` in a deployment file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from specdec.cluster.deployments import CoordinatorReplica, DraftWorkerReplica, TargetWorkerReplica
+from specdec.cluster.gateway import GatewayReplica, current_service
+from specdec.cluster.router import ROUTER_PATH
+from specdec.config import parse_config
+from specdec.gateway.http import build_http_app
+
+_DEFAULTS: dict[str, Any] = {
+    # What a deployment file may override per deployment.
+    # Serve's default of 5 concurrent calls would starve streams and heartbeats; our own limits apply instead.
+    "max_ongoing_requests": 1000,
+    "health_check_period_s": 5.0,
+    # Long-lived streams never end by themselves; deployment files of real clusters give them more time.
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "graceful_shutdown_timeout_s": 5.0,
+    # Ray's book-keeping, no limit on threads: by default the four start on any number of cores.
+    "ray_actor_options": {"num_cpus": 0},
+}
+_PINNED = {
+    **_DEFAULTS,
+    "request_router_config": RequestRouterConfig(request_router_class=ROUTER_PATH),
+}
+
+
+def build_app(args: dict[str, object]) -> Application:
+    """Wire the deployments together.
+
+    Args:
+        args: the `AppConfig` tree. Without ``draft`` there is no DraftWorker and decoding is plain.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    config = parse_config(args)
+    target = serve.deployment(TargetWorkerReplica, name="TargetWorker", **_PINNED).bind(config)
+    draft = None
+    if config.draft is not None:
+        draft = serve.deployment(DraftWorkerReplica, name="DraftWorker", **_PINNED).bind(config)
+    coordinator = serve.deployment(CoordinatorReplica, name="Coordinator", **_PINNED).bind(
+        config, target, draft
+    )
+    ingress = serve.ingress(build_http_app(current_service))(GatewayReplica)
+    return serve.deployment(ingress, name="Gateway", **_DEFAULTS).bind(config, coordinator)

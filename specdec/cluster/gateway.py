@@ -1,0 +1,47 @@
+"""Replica class of the gateway: HTTP through Serve, gRPC on a server of its own, one service behind both.
+
+Serve's gRPC proxy is not used: a call its client cancels runs to its end there, and its port is plaintext on
+every interface (docs/decisions/0006-grpc-server.md).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from specdec.cluster.backend import ServeBackend
+from specdec.config import AppConfig
+from specdec.gateway.grpc_server import GrpcServer, start_grpc_server
+from specdec.gateway.service import GenerationService
+from specdec.models import load_tokenizer, model_info
+
+_service: GenerationService | None = None
+
+
+def current_service() -> GenerationService | None:
+    """This process's service; the HTTP app is pickled before there is one, so it asks."""
+    return _service
+
+
+class GatewayReplica:
+    """Stateless but for the streams it serves; any number of replicas."""
+
+    def __init__(self, config: AppConfig, coordinators: DeploymentHandle[Any]) -> None:
+        self._config = config
+        self._backend = ServeBackend(coordinators, config.coordinator.poll_interval_s)
+        self._tokenizer = load_tokenizer(config.target.model)
+        self._model_info = model_info(config.target.model)
+        self._grpc: GrpcServer | None = None
+
+    async def check_health(self) -> None:
+        """Serve calls this once before the replica takes requests: the place to start what needs its loop."""
+        global _service
+        if _service is not None:
+            return
+        self._backend.start()
+        _service = GenerationService(
+            self._backend, self._tokenizer, self._config, self._model_info, created=int(time.time())
+        )
+        self._grpc = await start_grpc_server(_service, self._config.gateway, _service.is_ready)

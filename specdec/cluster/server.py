@@ -1,0 +1,157 @@
+"""`specdec serve`: start or join Ray, deploy, wait until requests are served, stop what was started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
+
+from specdec.cluster.deploy_config import DeployConfig
+from specdec.errors import ConfigError, ServiceUnavailable
+
+MIN_LOGICAL_CPUS = 8
+"""Ray's CPUs are book-keeping; Serve's own actors need a few even on a small machine."""
+POLL_S = 0.25
+MAX_ERROR_CHARS = 400
+
+
+class RunningServer:
+    """A deployed application; use as a context manager, leaving stops all that was started here.
+
+    Args:
+        config: a checked deployment file.
+        address: of a Ray cluster to join; None starts a private one on this machine.
+    """
+
+    def __init__(self, config: DeployConfig, address: str | None = None) -> None:
+        self._config = config
+        self._address = address
+        self._app_name = config.schema.applications[0].name
+
+    @property
+    def http_url(self) -> str:
+        options = self._config.schema.http_options
+        host = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host
+        return f"http://{host}:{options.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        gateway = self._config.app.gateway
+        return f"{gateway.grpc_host}:{gateway.grpc_port}"
+
+    def __enter__(self) -> RunningServer:
+        if self._address is None:
+            self._check_ports()
+        _start_ray(self._address)
+        try:
+            self._deploy()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def wait_until_ready(
+        self, timeout_s: float, on_status: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Return when a request sent now would be served.
+
+        Raises:
+            ConfigError: a worker cannot start; the message is its own.
+            ServiceUnavailable: not ready within ``timeout_s``.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            self._raise_if_failed()
+            if self._is_healthy():
+                return
+            on_status(self._progress())
+            time.sleep(POLL_S)
+        raise ServiceUnavailable(f"not ready within {timeout_s:g} s: {self._progress()}")
+
+    def _deploy(self) -> None:
+        schema = self._config.schema
+        serve.start(
+            proxy_location=schema.proxy_location,
+            http_options=schema.http_options.model_dump(),
+            grpc_options=schema.grpc_options.model_dump(),
+            logging_config=schema.logging_config,
+        )
+        # What `serve run CONFIG` does; `serve.run` takes no deployment file.
+        _get_global_client().deploy_apps(schema, _blocking=False)
+
+    def _stop(self) -> None:
+        if self._address is None:
+            ray.shutdown()
+            return
+        serve.delete(self._app_name)
+        ray.shutdown()
+
+    def _check_ports(self) -> None:
+        options, gateway = self._config.schema.http_options, self._config.app.gateway
+        for key, host, port in (
+            ("http port", options.host, options.port),
+            ("gRPC port", gateway.grpc_host, gateway.grpc_port),
+        ):
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    raise ConfigError(f"{key}: cannot listen on {host}:{port} ({error.strerror})") from error
+
+    def _raise_if_failed(self) -> None:
+        app = serve.status().applications.get(self._app_name)
+        if app and app.status == ApplicationStatus.DEPLOY_FAILED:
+            messages = [app.message, *(status.message for status in app.deployments.values())]
+            raise ConfigError(f"the deployment failed: {_root_cause(messages)}")
+
+    def _progress(self) -> str:
+        app = serve.status().applications.get(self._app_name)
+        if app is None or not app.deployments:
+            return "starting Ray Serve"
+        waiting = [name for name, status in app.deployments.items() if status.status != "HEALTHY"]
+        return f"starting {', '.join(waiting)}" if waiting else "waiting for the first heartbeat"
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.http_url}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def _start_ray(address: str | None) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None:
+        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+        return
+    ray.init(
+        address="local",  # never a cluster that happens to be running
+        namespace="serve",
+        num_cpus=max(MIN_LOGICAL_CPUS, os.cpu_count() or 1),
+        dashboard_host="127.0.0.1",
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+
+
+def _root_cause(messages: list[str]) -> str:
+    """The sentence a person needs out of Serve's messages, which carry whole tracebacks."""
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    ours = [line for line in lines if line.startswith("specdec.errors.")]
+    if ours:
+        return ours[-1].partition(": ")[2][:MAX_ERROR_CHARS]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return (errors or lines or ["no reason given"])[-1][:MAX_ERROR_CHARS]
