@@ -239,7 +239,7 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
             await asyncio.gather(*server.server_state.tasks)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 1.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Return as soon as the condition holds; fail after ``timeout_s``."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - conditions are plain functions

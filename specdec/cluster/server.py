@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -133,6 +134,8 @@ class RunningServer:
 
 
 def _start_ray(address: str | None) -> None:
+    # What Serve tells its driver is for its own log files; people get our lines.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")

@@ -45,6 +45,8 @@ class _Ticket:
     submitted_at_s: float
     lane: Lane | None = None
     """None while it waits."""
+    num_moves: int = 0
+    """Times it lost its target worker."""
 
 
 class Coordinator:
@@ -274,7 +276,8 @@ class Coordinator:
             if ticket is None:
                 continue
             state.restart_workers()
-            if state.target.epoch > self._config.coordinator.max_moves:
+            ticket.num_moves += 1
+            if ticket.num_moves > self._config.coordinator.max_moves:
                 self._fail(state.sequence_id, "the target worker was lost too often; please retry")
                 continue
             ticket.lane = None

@@ -20,8 +20,8 @@ from specdec.types import SequenceId, TokenChunk, WorkerId
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS = 8
-"""A sequence whose cache was lost more often than this fails: something is wrong with it."""
+MAX_LOSSES = 3
+"""A sequence whose cache is lost more often than this without a token in between fails."""
 
 
 class Lane:
@@ -201,7 +201,7 @@ class Lane:
             state = self._running[lost.sequence_id]
             logger.warning("target lost %s: %s", lost.sequence_id, lost.reason)
             state.on_lost(state.target, lost)
-            if lost.out_of_memory or state.target.epoch > MAX_RESTARTS:
+            if lost.out_of_memory or state.target.num_losses > MAX_LOSSES:
                 chunks.append(failed_chunk(state, "the KV cache of this sequence was lost"))
         for verdict in reply.verdicts:
             state = self._running[verdict.sequence_id]

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from specdec.engine.kv_store import KVStore
 from specdec.types import SequenceId
@@ -50,7 +50,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: object,
+    **_: object,  # `specdec.engine.compatibility` has seen them at load and found them harmless
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed tokens, each over its own sequence's cache.
 
@@ -78,7 +78,8 @@ def packed_attention(
         )
         mask = _mask(segment.end - segment.start, keys.shape[1], sliding_window, query.device)
         outputs.append(_attend(query[0, :, span], keys, values, mask, scaling, softcap, s_aux))
-    return torch.cat(outputs, dim=1).transpose(0, 1).unsqueeze(0), None
+    # Contiguous, as transformers' own attentions return it: some models view the result.
+    return torch.cat(outputs, dim=1).transpose(0, 1).contiguous().unsqueeze(0), None
 
 
 def _mask(
@@ -142,11 +143,9 @@ def _attend_with_extras(
     return weights.to(values.dtype) @ values
 
 
-def _no_mask(*_: object, **__: object) -> None:
-    """Tell transformers that no mask tensor is wanted."""
-
-
 def register() -> None:
-    """Make the implementation known to transformers; may be called again."""
+    """Make the implementation known to transformers; may be called again.
+
+    No mask builder is registered with it, and so transformers builds none.
+    """
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

@@ -6,10 +6,12 @@ import logging
 import os
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from specdec.config import ModelConfig
 from specdec.engine import attention
+from specdec.engine.compatibility import refuse_incompatible
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.runner import ForwardItem
 from specdec.errors import ConfigError, ModelUnavailable
@@ -19,6 +21,11 @@ from specdec.types import SequenceId
 logger = logging.getLogger(__name__)
 
 _WARM_UP_ID = SequenceId("warm-up")
+
+_WITHOUT_STATE = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", "dense", "sparse"}
+)
+"""Layer types that leave nothing behind but keys and values, if that."""
 
 
 def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> ModelRunner:
@@ -66,25 +73,29 @@ def load_model(path: str, dtype: str, device: torch.device) -> PreTrainedModel:
 
     Raises:
         ModelUnavailable: transformers cannot load it.
-        ConfigError: its state cannot be rolled back, or its attention cannot be replaced.
+        ConfigError: its state cannot be rolled back, or its attention cannot be replaced without changing
+            what it says.
     """
     attention.register()
+    disable_progress_bar()  # weights load in seconds; workers' output is a log
     try:
         config = AutoConfig.from_pretrained(path)
         _refuse_recurrent(path, config.get_text_config())
+        _refuse_foreign_attention(path, type(config))
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
         )
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"cannot load model {path!r}: {error}") from error
-    _refuse_foreign_attention(path, model)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    refuse_incompatible(path, model)
+    return model
 
 
 def _refuse_recurrent(path: str, config: object) -> None:
     """A recurrent state cannot be rolled back to an earlier position, so speculation would corrupt it."""
     layer_types = set(getattr(config, "layer_types", None) or ())
-    recurrent = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
+    recurrent = layer_types - _WITHOUT_STATE
     if recurrent:
         raise ConfigError(
             f"model {path!r} has layers whose state cannot be rolled back ({', '.join(sorted(recurrent))})"
@@ -93,13 +104,16 @@ def _refuse_recurrent(path: str, config: object) -> None:
         raise ConfigError(f"model {path!r} uses chunked attention, which is not supported")
 
 
-def _refuse_foreign_attention(path: str, model: PreTrainedModel) -> None:
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError(f"model {path!r} is recurrent: its state cannot be rolled back")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"model {path!r} ({type(model).__name__}) does not allow its attention to be replaced"
-        )
+def _refuse_foreign_attention(path: str, config_class: type) -> None:
+    """Known from the class alone, so before any weight is read."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, ())
+    for model_class in found if isinstance(found, tuple) else (found,):
+        if getattr(model_class, "_is_stateful", False):
+            raise ConfigError(f"model {path!r} is recurrent: its state cannot be rolled back")
+        if not getattr(model_class, "_supports_attention_backend", False):
+            raise ConfigError(
+                f"model {path!r} ({model_class.__name__}) does not allow its attention to be replaced"
+            )
 
 
 def warm_up(runner: ModelRunner) -> None:

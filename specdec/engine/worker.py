@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from specdec.engine.drafting import DraftEngine
@@ -14,6 +15,12 @@ from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyRepl
 from specdec.types import SequenceId, WorkerId
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    kv_tokens_in_use: int
+    num_sequences: int
 
 
 class _Worker:
@@ -31,9 +38,22 @@ class _Worker:
         self._num_calls = 0
         # One thread: the engine and its KV cache need no locks, and calls run in the order they came.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.role}-model")
+        self._load = self._measure()
 
     async def _on_model_thread(self, function: Callable[..., Result], *args: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function, *args)
+
+    def _run(self, function: Callable[..., Result], *args: object) -> Result:
+        try:
+            return function(*args)
+        finally:
+            self._load = self._measure()
+
+    def _measure(self) -> _Load:
+        """Taken on the model thread, so that no one counts what is being changed."""
+        return _Load(
+            kv_tokens_in_use=self._engine.runner.kv_tokens_in_use, num_sequences=len(self._engine.sessions)
+        )
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Free the KV cache of sequences; behind whatever the model thread is doing."""
@@ -41,10 +61,11 @@ class _Worker:
 
     async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
         """Answer at once, even while the model is busy; free orphans when the model thread gets to it."""
-        self._thread.submit(self._engine.sessions.reconcile, heartbeat)
+        self._thread.submit(self._run, self._engine.sessions.reconcile, heartbeat)
         return self.status()
 
     def status(self) -> WorkerStatus:
+        """As of the end of the model thread's last piece of work."""
         runner = self._engine.runner
         return WorkerStatus(
             worker_id=self._worker_id,
@@ -55,8 +76,8 @@ class _Worker:
             vocab_size=runner.vocab_size,
             max_context=runner.max_context,
             kv_capacity_tokens=runner.kv_capacity_tokens,
-            kv_tokens_in_use=runner.kv_tokens_in_use,
-            num_sequences=len(self._engine.sessions),
+            kv_tokens_in_use=self._load.kv_tokens_in_use,
+            num_sequences=self._load.num_sequences,
             num_calls=self._num_calls,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -68,6 +69,7 @@ def build_http_app(get_service: ServiceProvider) -> FastAPI:
         ("GET", "/v1/models", list_models),
         ("GET", "/v1/models/{name:path}", retrieve_model),
         ("GET", "/health", health),
+        ("GET", "/status", status),
         ("GET", "/version", version),
     ):
         app.add_api_route(path, handler, methods=[method], response_model=None)
@@ -124,6 +126,11 @@ async def retrieve_model(name: str, service: ReadyService) -> JsonObject:
 async def health(service: ReadyService) -> JsonObject:
     """Readiness: 200 when a request sent now would be served, else 503."""
     return {"status": "ready", "model": service.model_name}
+
+
+async def status(service: Service) -> JsonObject:
+    """For operators: coordinators and workers as of the last poll, with their load and acceptance."""
+    return {"coordinators": [asdict(coordinator) for coordinator in service.coordinators()]}
 
 
 async def version() -> JsonObject:

@@ -18,6 +18,7 @@ from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_back
 from specdec.gateway.requests import ClientRequest
 from specdec.gateway.text import SequenceText
 from specdec.gateway.validation import build_generation_request
+from specdec.messages import CoordinatorStatus
 from specdec.speculation.stats import AcceptanceCounter
 from specdec.types import FinishReason, GenerationRequest, ModelInfo, TokenChunk
 
@@ -64,6 +65,10 @@ class GenerationService:
     def is_ready(self) -> bool:
         """Whether a request sent now would be served."""
         return self._backend.is_ready()
+
+    def coordinators(self) -> tuple[CoordinatorStatus, ...]:
+        """The coordinators known, as of the last poll."""
+        return self._backend.statuses()
 
     def check_model(self, name: str | None) -> None:
         """Accept the served model's name, or none.

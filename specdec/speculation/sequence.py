@@ -25,6 +25,8 @@ class CacheView:
     epoch: int = 0
     length: int = 0
     """Leading positions that agree with the log."""
+    num_losses: int = 0
+    """Times the worker lost it since tokens were last committed."""
     is_usable: bool = True
     """False when the worker has no room for this sequence: do not try again."""
 
@@ -111,6 +113,7 @@ class SequenceState:
         if lost.epoch != view.epoch:
             return
         view.restart()
+        view.num_losses += 1
         if lost.out_of_memory:
             view.is_usable = False
 
@@ -138,6 +141,7 @@ class SequenceState:
         block = (*draft_ids[:num_accepted], verdict.token_ids[num_accepted])
         committed, self.finish_reason = cut_block(block, self._stop, self.log.num_output_tokens)
         self.log.commit(committed)
+        self.target.num_losses = 0
         self.target.length = num_tokens + num_accepted
         if draft_ids:
             self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)

@@ -1,0 +1,92 @@
+"""The command line: clear errors in one line, nothing left running."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec.models import load_tokenizer, pull, resolve_model
+from tests.e2e.harness import Server, descendants, is_running, private_env, specdec_command, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [specdec_command(), *args], capture_output=True, text=True, timeout=200, env=private_env(folder)
+    )
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error:")
+    for part in parts:
+        assert part in line
+
+
+def test_generate_prints_the_text_and_the_figures(tmp_path: Path) -> None:
+    result = run("generate", "What is the capital of France?", "--max-tokens", "20", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "The capital of France is Paris."
+    assert "accepted of" in result.stderr
+
+
+def test_a_pair_with_different_vocabularies_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    pull("smollm2")
+    other = tmp_path / "other-draft"
+    tokenizer = load_tokenizer("smollm2")
+    tokenizer.add_tokens(["<one_more>"])
+    tokenizer.save_pretrained(other)
+    config = AutoConfig.from_pretrained(resolve_model("smollm2-draft"))
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    result = run("serve", "--target", "smollm2", "--draft", str(other), folder=tmp_path)
+    assert_one_line(result, "49152", "49153")
+
+
+def test_a_busy_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "--http-port", str(port), folder=tmp_path)
+    assert_one_line(result, str(port))
+
+
+def test_an_unknown_model_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
+    assert_one_line(run("serve", "--target", "smallm2", folder=tmp_path), "smallm2", "smollm2")
+
+
+def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "bad.yaml"
+    text = (Path(__file__).parents[2] / "deployments" / "local.yaml").read_text()
+    config.write_text(text.replace("num_replicas: 1", "num_replicaz: 1", 1))
+    assert_one_line(run("serve", str(config), folder=tmp_path), "num_replicaz", "num_replicas")
+
+
+def test_a_worker_that_cannot_start_is_reported_in_one_line(tmp_path: Path) -> None:
+    server = Server(tmp_path, {"target": {"model": "smollm2", "device": "cuda:0"}})
+    server.process.wait(150)
+    assert server.process.returncode == 2
+    last = server.log().strip().splitlines()[-1]
+    assert last.startswith("error:")
+    assert "CUDA" in last
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_server_leaves_no_process(tmp_path: Path, stop_signal: signal.Signals) -> None:
+    server = Server(tmp_path, {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}})
+    server.wait_until_ready()
+    processes = descendants(server.process.pid)
+    assert len(processes) > 4
+    server.process.send_signal(stop_signal)
+    assert server.process.wait(60) == 0
+    wait_for(lambda: not any(is_running(pid) for pid in processes), 10, "no process left")
+    assert "Traceback" not in server.log()

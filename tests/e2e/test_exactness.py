@@ -1,0 +1,169 @@
+"""Speculation never changes the text: real weights in float32, real server, three kinds of draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.gateway.proto import generation_pb2 as pb
+from specdec.models import resolve_model
+from tests.e2e.conftest import run_server
+from tests.e2e.harness import Server, chat
+from tests.e2e.prompts import PROMPTS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+GAMMAS = (1, 2, 5, 8)
+TIE = 1e-3
+"""Two logits closer than this are a tie to float32: either token is right."""
+
+coupled_texts: dict[tuple[str, int], tuple[int, ...]] = {}
+"""(prompt, seed) to token ids, over all drafts: one seed gives one text whatever the draft."""
+
+
+@pytest.fixture(scope="module", params=["trained", "self", "random"])
+def draft_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(draft_kind: str, random_draft: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    draft = {"trained": "smollm2-draft", "self": "smollm2", "random": random_draft}[draft_kind]
+    args = {
+        "target": {"model": "smollm2", "dtype": "float32"},
+        "draft": {"model": draft, "dtype": "float32"},
+        "speculation": {"num_speculative_tokens": 8},
+        "coordinator": {"draft_timeout_s": 60.0},
+    }
+    yield from run_server(tmp_path_factory.mktemp(f"server-{draft_kind}"), args)
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server) -> list[pb.GenerateResponse]:
+    """Plain decoding of every prompt, by the same server."""
+    answers = ask(server, [chat(prompt, gamma=0) for prompt in PROMPTS])
+    assert all(answer.speculative_metrics.num_draft_tokens == 0 for answer in answers)
+    return answers
+
+
+def ask(server: Server, requests: list[pb.GenerateRequest]) -> list[pb.GenerateResponse]:
+    """Send all at once; they are decoded as one batch."""
+    stub = server.stub()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda request: stub.Generate(request, timeout=600), requests))
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_greedy_text_equals_plain_decoding(
+    server: Server, plain: list[pb.GenerateResponse], draft_kind: str, gamma: int
+) -> None:
+    answers = ask(server, [chat(prompt, gamma=gamma) for prompt in PROMPTS])
+    for prompt, reference, answer in zip(PROMPTS, plain, answers, strict=True):
+        assert_same_tokens(prompt, list(reference.token_ids), list(answer.token_ids))
+    metrics = [answer.speculative_metrics for answer in answers]
+    drafted = sum(m.num_draft_tokens for m in metrics)
+    accepted = sum(m.num_accepted_draft_tokens for m in metrics)
+    print(f"draft {draft_kind}, gamma {gamma}: accepted {accepted} of {drafted} draft tokens")
+    assert drafted > len(PROMPTS)
+    if draft_kind == "self":
+        # Every token in every round: the histogram has no round that accepted fewer than it drafted,
+        # but for blocks cut short by the token cap.
+        assert accepted == drafted
+    if draft_kind == "trained":
+        assert accepted / drafted > 0.05  # falls with gamma: positions behind a rejection count as drafted
+    if draft_kind == "random":
+        assert accepted / drafted < 0.05
+
+
+def test_plain_decoding_equals_the_library(plain: list[pb.GenerateResponse], draft_kind: str) -> None:
+    if draft_kind != "trained":
+        pytest.skip("plain decoding does not depend on the draft")
+    for prompt, answer in list(zip(PROMPTS, plain, strict=True))[:4]:
+        assert_same_tokens(prompt, library_tokens(prompt, 24), list(answer.token_ids)[:24])
+
+
+@pytest.mark.parametrize("gamma", [0, *GAMMAS])
+def test_one_seed_gives_one_text_for_any_gamma_and_draft(server: Server, draft_kind: str, gamma: int) -> None:
+    cases = [(prompt, seed) for prompt in PROMPTS[:4] for seed in (1, 2)]
+    requests = [chat(p, seed=s, temperature=1.0, gamma=gamma, max_tokens=40) for p, s in cases]
+    answers = ask(server, requests)
+    for case, answer in zip(cases, answers, strict=True):
+        assert coupled_texts.setdefault(case, tuple(answer.token_ids)) == tuple(answer.token_ids), case
+    assert len({coupled_texts[PROMPTS[0], seed] for seed in (1, 2)}) == 2
+    if gamma > 0:
+        assert sum(answer.speculative_metrics.num_draft_tokens for answer in answers) > 0
+    if gamma > 0 and draft_kind == "self":
+        assert all(
+            a.speculative_metrics.num_accepted_draft_tokens == a.speculative_metrics.num_draft_tokens
+            for a in answers
+        )
+
+
+def test_company_does_not_change_a_text(server: Server) -> None:
+    """Greedy, coupled and rejection requests of different lengths, together and alone."""
+    requests = [
+        chat(PROMPTS[0], max_tokens=30, gamma=3),
+        chat(PROMPTS[5], max_tokens=40, gamma=8),
+        chat(PROMPTS[7], max_tokens=20, temperature=0.8, seed=11, gamma=2),
+        chat(PROMPTS[9], max_tokens=35, temperature=1.2, seed=12),
+        chat(PROMPTS[11], max_tokens=25, gamma=0),
+        chat(PROMPTS[13], max_tokens=30, temperature=1.0, seed=13, mode="rejection", gamma=4),
+    ]
+    together = ask(server, requests)
+    alone = [ask(server, [request])[0] for request in requests]
+    # The last is rejection sampling: keyed by its seed too, and so just as repeatable with one gamma.
+    for request, a, b in zip(requests, together, alone, strict=True):
+        assert list(a.token_ids) == list(b.token_ids), request
+
+
+def test_prompts_of_very_different_length_do_not_disturb_each_other(server: Server) -> None:
+    long_text = "Here is a list of numbers: " + ", ".join(str(n) for n in range(400)) + ". What comes next?"
+    requests = [chat(text, max_tokens=24, gamma=4) for text in ("Hi", PROMPTS[7], long_text)]
+    together = ask(server, requests)
+    alone = [ask(server, [request])[0] for request in requests]
+    for a, b in zip(together, alone, strict=True):
+        assert list(a.token_ids) == list(b.token_ids)
+    assert together[2].usage.prompt_tokens > 1000
+
+
+def library_tokens(prompt: str, max_tokens: int) -> list[int]:
+    """Greedy tokens by transformers alone."""
+    prompt_ids = torch.tensor([prompt_tokens(prompt)])
+    output = reference_model().generate(prompt_ids, max_new_tokens=max_tokens, do_sample=False)
+    return [int(token) for token in output[0, prompt_ids.shape[1] :]]
+
+
+def assert_same_tokens(prompt: str, expected: list[int], got: list[int]) -> None:
+    """Equal, or different only behind a position where float32 cannot tell the two best tokens apart."""
+    if expected == got:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
+    assert at is not None, f"{prompt!r}: one text is a prefix of the other: {expected} {got}"
+    context = torch.tensor([[*prompt_tokens(prompt), *expected[:at]]])
+    with torch.inference_mode():
+        logits = reference_model()(context).logits[0, -1]
+    gap = float(logits.max() - logits[[expected[at], got[at]]].min())
+    print(f"{prompt!r}: a tie at token {at}, gap {gap:.1e}")
+    assert gap < TIE, f"{prompt!r}: differs at token {at}, gap {gap:.3f}: {expected} {got}"
+
+
+_models: list[torch.nn.Module] = []
+
+
+def reference_model() -> torch.nn.Module:
+    if not _models:
+        path = resolve_model("smollm2")
+        _models.append(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    return _models[0]
+
+
+def prompt_tokens(prompt: str) -> list[int]:
+    from specdec.models import load_tokenizer
+
+    tokenizer = load_tokenizer("smollm2")
+    messages = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

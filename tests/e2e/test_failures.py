@@ -1,0 +1,213 @@
+"""What a client sees when a worker dies, hangs or comes back; clients that leave leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from specdec.gateway.proto import generation_pb2 as pb
+from tests.e2e.conftest import run_server
+from tests.e2e.harness import Server, chat, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STORY = "Tell me a long story about a dragon and a baker."
+DRAFT_TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # float32: texts are compared across rounds of different shape.
+    args = {
+        "target": {"model": "smollm2", "dtype": "float32"},
+        "draft": {"model": "smollm2-draft", "dtype": "float32"},
+        "coordinator": {"draft_timeout_s": DRAFT_TIMEOUT_S},
+    }
+    yield from run_server(tmp_path_factory.mktemp("server"), args)
+
+
+@pytest.fixture
+def undisturbed(server: Server) -> list[int]:
+    """The story by plain decoding."""
+    answer = server.stub().Generate(chat(STORY, gamma=0, max_tokens=100, ignore_eos=True), timeout=120)
+    return list(answer.token_ids)
+
+
+class Stream:
+    """A gRPC stream read in the background."""
+
+    def __init__(self, server: Server, request: pb.GenerateRequest) -> None:
+        self.token_ids: list[int] = []
+        self.pauses_s: list[float] = []
+        self.metrics: pb.SpeculativeMetrics | None = None
+        self.error: grpc.RpcError | None = None
+        self.call = server.stub().GenerateStream(request, timeout=180)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        last_s = time.monotonic()
+        try:
+            for chunk in self.call:
+                now_s = time.monotonic()
+                self.pauses_s.append(now_s - last_s)
+                last_s = now_s
+                self.token_ids.extend(chunk.token_ids)
+                if chunk.HasField("speculative_metrics"):
+                    self.metrics = chunk.speculative_metrics
+        except grpc.RpcError as error:
+            self.error = error
+
+    def wait_for_tokens(self, count: int) -> None:
+        wait_for(lambda: len(self.token_ids) >= count or self.error, 60, f"{count} tokens")
+        assert self.error is None
+
+    def finish(self) -> list[int]:
+        self._thread.join(180)
+        assert not self._thread.is_alive()
+        assert self.error is None, self.error
+        return self.token_ids
+
+
+def one_pid(server: Server, role: str) -> int:
+    wait_for(lambda: len(server.workers(role)) == 1, 60, f"one {role} worker")
+    return int(server.workers(role)[0]["pid"])
+
+
+def wait_for_drafts(server: Server) -> float:
+    """Seconds until a request is drafted for again."""
+
+    def is_drafting() -> bool:
+        answer = server.stub().Generate(chat(STORY, max_tokens=12), timeout=60)
+        return bool(answer.speculative_metrics.num_draft_tokens > 0)
+
+    return wait_for(is_drafting, 90, "drafts again")
+
+
+def test_draft_target_and_coordinator_are_different_processes(server: Server) -> None:
+    status = server.status()
+    pids = {status["pid"], one_pid(server, "draft"), one_pid(server, "target"), server.process.pid}
+    assert len(pids) == 4
+    names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids - {server.process.pid}]
+    assert sorted(name.split(":")[-1].strip("\0 ") for name in names) == [
+        "Coordinator",
+        "DraftWorker",
+        "TargetWorker",
+    ]
+
+
+def test_a_killed_draft_changes_nothing_in_a_stream_and_comes_back(
+    server: Server, undisturbed: list[int]
+) -> None:
+    pid = one_pid(server, "draft")
+    stream = Stream(server, chat(STORY, max_tokens=100, ignore_eos=True))
+    stream.wait_for_tokens(20)
+    os.kill(pid, signal.SIGKILL)
+    assert stream.finish() == undisturbed
+    assert stream.metrics is not None
+    assert 0 < stream.metrics.num_draft_tokens < 2 * 100  # drafts until the kill, none just after it
+    back_s = wait_for_drafts(server)
+    assert one_pid(server, "draft") != pid
+    print(f"longest pause {max(stream.pauses_s[1:]):.2f} s; drafts again {back_s:.1f} s after the stream")
+
+
+def test_a_hung_draft_costs_one_deadline(server: Server, undisturbed: list[int]) -> None:
+    pid = one_pid(server, "draft")
+    stream = Stream(server, chat(STORY, max_tokens=100, ignore_eos=True))
+    stream.wait_for_tokens(20)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert stream.finish() == undisturbed
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    longest_s = max(stream.pauses_s[1:])
+    print(f"longest pause {longest_s:.2f} s")
+    assert DRAFT_TIMEOUT_S * 0.5 < longest_s < DRAFT_TIMEOUT_S * 3
+    wait_for_drafts(server)
+
+
+def test_a_killed_target_pauses_a_stream_and_the_text_goes_on(server: Server, undisturbed: list[int]) -> None:
+    pid = one_pid(server, "target")
+    stream = Stream(server, chat(STORY, max_tokens=100, ignore_eos=True))
+    stream.wait_for_tokens(20)
+    os.kill(pid, signal.SIGKILL)
+    assert stream.finish() == undisturbed
+    assert one_pid(server, "target") != pid
+    print(f"longest pause {max(stream.pauses_s[1:]):.2f} s")
+
+
+def assert_freed(server: Server) -> None:
+    """Every sequence and its KV cache is gone: at once in the workers, and seen with the next poll."""
+    seconds = wait_for(server.is_idle, 5.0, "no sequence, no KV cache in use")
+    print(f"idle after {seconds:.2f} s")
+
+
+def calls_made(server: Server) -> int:
+    return sum(worker["num_calls"] for role in ("draft", "target") for worker in server.workers(role))
+
+
+def assert_no_more_work(server: Server) -> None:
+    before = calls_made(server)
+    time.sleep(1.5)
+    assert calls_made(server) == before
+
+
+def test_a_cancelled_grpc_stream_frees_both_caches(server: Server) -> None:
+    stream = Stream(server, chat(STORY, max_tokens=1500, ignore_eos=True))
+    stream.wait_for_tokens(5)
+    wait_for(lambda: not server.is_idle(), 5, "the status shows the sequence")
+    stream.call.cancel()
+    assert_freed(server)
+    assert_no_more_work(server)
+
+
+def test_an_expired_grpc_call_frees_both_caches(server: Server) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        server.stub().Generate(chat(STORY, max_tokens=1500, ignore_eos=True), timeout=2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert_freed(server)
+    assert_no_more_work(server)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_http_client_that_leaves_frees_both_caches(server: Server, is_streamed: bool) -> None:
+    body = {
+        "messages": [{"role": "user", "content": STORY}],
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": is_streamed,
+    }
+    try:
+        with (
+            httpx.Client(timeout=2.0) as client,
+            client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            for _ in range(8):
+                next(lines)
+    except httpx.ReadTimeout:
+        assert not is_streamed  # nothing was to be read before the end: the client gives up
+    assert_freed(server)
+    assert_no_more_work(server)
+
+
+def test_half_of_many_clients_leave_and_the_others_get_their_texts(server: Server) -> None:
+    requests = [chat(STORY, max_tokens=40, seed=seed, temperature=1.0) for seed in range(6)]
+    stub = server.stub()
+    alone = [list(stub.Generate(request, timeout=120).token_ids) for request in requests[::2]]
+    streams = [Stream(server, request) for request in requests]
+    for stream in streams:
+        stream.wait_for_tokens(3)
+    for stream in streams[1::2]:
+        stream.call.cancel()
+    assert [stream.finish() for stream in streams[::2]] == alone
+    assert_freed(server)

@@ -1,0 +1,172 @@
+"""The default pair over HTTP and gRPC with the clients people use: curl, openai, grpc."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.gateway.proto import generation_pb2 as pb
+from tests.e2e.conftest import run_server
+from tests.e2e.harness import Server, chat, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+METRICS = {"speculative": {"metrics": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    args = {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}}
+    yield from run_server(tmp_path_factory.mktemp("server"), args)
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120)
+
+
+def assert_drafts_were_used(metrics: dict[str, float]) -> None:
+    assert metrics["num_draft_tokens"] > 0
+    assert metrics["num_accepted_draft_tokens"] > 0
+    assert metrics["mean_acceptance_length"] == pytest.approx(
+        1 + metrics["num_accepted_draft_tokens"] / metrics["num_spec_steps"]
+    )
+    assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"]
+
+
+def test_the_log_of_a_start_is_short_and_readable(server: Server) -> None:
+    lines = [line for line in server.log().splitlines() if line.strip()]
+    assert len(lines) <= 3, server.log()
+    assert "ready" in lines[-1]
+    assert f"http://127.0.0.1:{server.http_port}/v1" in lines[-1]
+    assert server.grpc_address in lines[-1]
+
+
+def test_curl_chat(server: Server) -> None:
+    body = json.dumps({"model": "smollm2", "messages": QUESTION, "temperature": 0, **METRICS})
+    output = subprocess.run(
+        f"curl -sS --fail {server.url}/v1/chat/completions -H Content-Type:application/json -d @-".split(),
+        input=body,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    answer = json.loads(output)
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert_drafts_were_used(answer["metrics"]["speculative_decoding"])
+
+
+def test_openai_client_whole_and_streamed_agree(client: openai.OpenAI) -> None:
+    def call(**more: object):
+        return client.chat.completions.create(
+            model="smollm2", messages=QUESTION, temperature=0, max_tokens=60, extra_body=METRICS, **more
+        )
+
+    whole = call()
+    chunks = list(call(stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == whole.choices[0].message.content
+    assert "Paris" in streamed
+    assert chunks[-1].usage == whole.usage
+    finish = next(c for c in chunks if c.choices and c.choices[0].finish_reason)
+    assert_drafts_were_used(finish.model_extra["metrics"]["speculative_decoding"])
+    assert whole.model_extra["metrics"] == finish.model_extra["metrics"]
+
+
+def test_openai_client_text_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="smollm2", prompt="The capital of France is", temperature=0, max_tokens=8
+    )
+    assert "Paris" in answer.choices[0].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+
+
+def test_first_byte_comes_before_the_last_token(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, stream=True, max_tokens=200, extra_body={"ignore_eos": True}
+    )
+    events = list(stream)
+    times = [event.choices[0].delta.content for event in events]
+    assert len([text for text in times if text]) > 20  # arrived piece by piece, not as one
+
+
+def test_grpc_unary_and_streamed_agree_with_http(server: Server, client: openai.OpenAI) -> None:
+    stub = server.stub()
+    request = chat(QUESTION[0]["content"])
+    whole = stub.Generate(request, timeout=120)
+    chunks = list(stub.GenerateStream(request, timeout=120))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [i for chunk in chunks for i in chunk.token_ids] == list(whole.token_ids)
+    http = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=64)
+    assert http.choices[0].message.content == whole.text
+    assert http.usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.speculative_metrics.num_draft_tokens > 0
+    assert whole.speculative_metrics.num_accepted_draft_tokens > 0
+
+
+def test_grpc_health_and_model_info(server: Server) -> None:
+    channel = grpc.insecure_channel(server.grpc_address)
+    check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert check.status == health_pb2.HealthCheckResponse.SERVING
+    info = server.stub().GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+    assert (info.model, info.draft_model, info.max_context) == ("smollm2", "smollm2-draft", 8192)
+    assert (info.num_speculative_tokens, info.max_num_speculative_tokens) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"no_such_field": 1}, 400, "no_such_field"),
+        ({"speculative": {"num_speculative_tokens": 99}}, 400, "speculative.num_speculative_tokens"),
+        ({"model": "no-such"}, 404, "model"),
+        ({"messages": []}, 400, "messages"),
+        ({"max_tokens": 10**6}, 400, "max_tokens"),
+    ],
+)
+def test_bad_requests_get_the_envelope_and_the_server_lives_on(
+    server: Server, change: dict[str, object], status: int, param: str
+) -> None:
+    body = {"messages": QUESTION, "max_tokens": 4, **change}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_the_stream(server: Server) -> None:
+    body = {"prompt": "word " * 9000, "max_tokens": 4, "stream": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_speculation_can_be_switched_off_for_a_request(server: Server) -> None:
+    answer = server.stub().Generate(chat(QUESTION[0]["content"], gamma=0), timeout=60)
+    assert answer.speculative_metrics.num_draft_tokens == 0
+    assert "Paris" in answer.text
+
+
+def test_everything_listens_on_loopback_alone(server: Server) -> None:
+    output = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True, check=True).stdout
+    listening = [line.split()[1].split(":") for line in output.splitlines()[1:] if line.split()[3] == "0A"]
+    hosts = {int(port, 16): host for host, port in listening}
+    for port in (server.http_port, server.grpc_port):
+        assert hosts[port] == "0100007F"
+
+
+def test_the_server_is_idle_afterwards(server: Server) -> None:
+    wait_for(server.is_idle, 5, "idle")

@@ -1,0 +1,378 @@
+"""The coordinator against workers that fail, hang, forget and fill up; toy laws, real rounds, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from specdec.config import AppConfig, CoordinatorConfig, ModelConfig, SpeculationConfig
+from specdec.coordinator.client import CoordinatorClient
+from specdec.coordinator.coordinator import Coordinator
+from specdec.coordinator.handles import Fleet
+from specdec.coordinator.local import LocalDraftHandle, LocalTargetHandle
+from specdec.engine.drafting import DraftEngine
+from specdec.engine.simulated import SimulatedRunner, ToyLaw
+from specdec.engine.verifying import TargetEngine
+from specdec.engine.worker import DraftWorker, TargetWorker
+from specdec.errors import (
+    ContextLengthExceeded,
+    DraftUnavailable,
+    GenerationFailed,
+    TargetUnavailable,
+    TooManyRequests,
+)
+from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
+from specdec.types import GenerationRequest, SamplingParams, SequenceId, StopCriteria, VerificationMode
+from tests.fakes import eventually
+
+LAW = ToyLaw.random(16, seed=1, scale=2.0)
+DRAFT_LAW = LAW.perturbed(seed=2, scale=0.5)
+
+
+class Draft:
+    """A draft worker that can be told to fail; one object per life, as in a cluster."""
+
+    def __init__(self, name: str = "draft-0", **runner: object) -> None:
+        self.worker = DraftWorker(
+            DraftEngine(SimulatedRunner(DRAFT_LAW, **runner), support=16), worker_id=name, model="d"
+        )
+        self.handle = FaultyDraftHandle(self.worker)
+
+
+class FaultyDraftHandle(LocalDraftHandle):
+    failure: str | None = None
+    num_calls = 0
+
+    async def propose(self, request: ProposeRequest, timeout_s: float) -> ProposeReply:
+        self.num_calls += 1
+        if self.failure == "dead":
+            raise DraftUnavailable("the worker died")
+        if self.failure == "late":
+            # It does the work, but its answer is not waited for.
+            await super().propose(request, timeout_s)
+            raise DraftUnavailable(f"no answer within {timeout_s:g} s")
+        return await super().propose(request, timeout_s)
+
+
+class Target:
+    def __init__(self, name: str = "target-0", **runner: object) -> None:
+        self.worker = TargetWorker(TargetEngine(SimulatedRunner(LAW, **runner)), worker_id=name, model="t")
+        self.handle = FaultyTargetHandle(self.worker)
+
+
+class FaultyTargetHandle(LocalTargetHandle):
+    fail_after: int | None = None
+    num_calls = 0
+    gate: asyncio.Event | None = None
+
+    async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
+        self.num_calls += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fail_after is not None and self.num_calls > self.fail_after:
+            raise TargetUnavailable("the worker died")
+        return await super().verify(request, timeout_s)
+
+
+class Directory:
+    def __init__(self, targets: Sequence[Target], drafts: Sequence[Draft]) -> None:
+        self.targets, self.drafts = list(targets), list(drafts)
+
+    async def poll(self, heartbeat: Heartbeat) -> Fleet:
+        for member in (*self.targets, *self.drafts):
+            await member.worker.heartbeat(heartbeat)
+        return Fleet(
+            targets=tuple(target.handle for target in self.targets),
+            drafts=tuple(draft.handle for draft in self.drafts),
+        )
+
+
+class System:
+    def __init__(self, directory: Directory, coordinator: Coordinator, client: CoordinatorClient) -> None:
+        self.directory, self.coordinator, self.client = directory, coordinator, client
+
+    async def text(self, request: GenerationRequest) -> list[int]:
+        ids: list[int] = []
+        async with aclosing(self.client.generate(request)) as chunks:
+            async for chunk in chunks:
+                ids += chunk.token_ids
+        return ids
+
+    def workers(self) -> list[DraftWorker | TargetWorker]:
+        return [member.worker for member in (*self.directory.targets, *self.directory.drafts)]
+
+    async def is_idle(self) -> None:
+        await eventually(lambda: sum(w.status().num_sequences for w in self.workers()) == 0)
+        assert self.coordinator.status().num_running == self.coordinator.status().num_waiting == 0
+
+
+@asynccontextmanager
+async def running(
+    targets: Sequence[Target], drafts: Sequence[Draft], *, gamma: int = 4, **coordinator: object
+) -> AsyncIterator[System]:
+    config = AppConfig(
+        target=ModelConfig(model="t"),
+        draft=ModelConfig(model="d"),
+        speculation=SpeculationConfig(num_speculative_tokens=gamma),
+        coordinator=CoordinatorConfig(**{"poll_interval_s": 0.01, "draft_timeout_s": 0.05, **coordinator}),
+    )
+    directory = Directory(targets, drafts)
+    core = Coordinator(config, directory, "coordinator-0")
+    await core.start()
+    client = CoordinatorClient(core, "gateway-0")
+    try:
+        yield System(directory, core, client)
+    finally:
+        await client.close()
+        await core.close()
+        for member in (*directory.targets, *directory.drafts):
+            member.worker.close()
+
+
+def ask(
+    name: str = "s", *, max_tokens: int = 60, prompt: int = 3, gamma: int | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        sequence_id=SequenceId(name),
+        prompt_ids=tuple(i % 16 for i in range(prompt)),
+        sampling=SamplingParams(mode=VerificationMode.COUPLED, seed=5),
+        stop=StopCriteria(max_tokens=max_tokens),
+        max_draft_tokens=gamma,
+    )
+
+
+@pytest.fixture
+async def undisturbed() -> list[int]:
+    async with running([Target()], []) as system:
+        return await system.text(ask())
+
+
+async def test_text_is_that_of_plain_decoding_and_drafts_were_used(undisturbed):
+    async with running([Target()], [Draft()]) as system:
+        assert await system.text(ask()) == undisturbed
+        status = system.coordinator.status()
+        assert 0 < status.num_accepted_draft_tokens < status.num_draft_tokens
+        assert status.num_output_tokens == 60
+        await system.is_idle()
+
+
+@pytest.mark.parametrize("failure", ["dead", "late"])
+async def test_a_draft_that_fails_in_mid_stream_changes_nothing(undisturbed, failure):
+    draft = Draft()
+    async with running([Target()], [draft]) as system:
+        ids: list[int] = []
+        async with aclosing(system.client.generate(ask())) as chunks:
+            async for chunk in chunks:
+                ids += chunk.token_ids
+                if len(ids) > 15:
+                    draft.handle.failure = failure
+        assert ids == undisturbed
+        assert draft.handle.num_calls < 30  # asked until the failure, then left alone
+        await system.is_idle()
+
+
+async def test_drafts_come_back_with_a_new_worker(undisturbed):
+    first, second = Draft("draft-0"), Draft("draft-1")
+    # A little latency, so that the stream outlives a few polls.
+    target = Target(latency=lambda sequences, tokens: 0.005)
+    async with running([target], [first]) as system:
+        ids: list[int] = []
+        async with aclosing(system.client.generate(ask(max_tokens=200))) as chunks:
+            async for chunk in chunks:
+                ids += chunk.token_ids
+                if len(ids) > 10 and system.directory.drafts == [first]:
+                    first.handle.failure = "dead"
+                    system.directory.drafts = [second]
+        assert second.handle.num_calls > 3
+        assert ids[:60] == undisturbed
+        first.worker.close()
+
+
+async def test_a_draft_that_missed_its_deadline_is_asked_again_later():
+    draft = Draft()
+    target = Target(latency=lambda sequences, tokens: 0.005)
+    async with running([target], [draft], draft_timeout_s=0.5) as system:
+        draft.handle.failure = "late"
+        await system.text(ask("first", max_tokens=10))
+        asked = draft.handle.num_calls
+        assert asked == 1
+        draft.handle.failure = None
+        await system.text(ask("second", max_tokens=200))
+        assert draft.handle.num_calls > asked
+
+
+async def test_a_lost_target_hands_its_sequences_to_another_from_the_log(undisturbed):
+    first, second = Target("target-0"), Target("target-1")
+    first.handle.fail_after = 5
+    async with running([first], [Draft()]) as system:
+        generation = asyncio.create_task(system.text(ask()))
+        await eventually(lambda: first.handle.num_calls > 5)
+        system.directory.targets = [second]
+        assert await generation == undisturbed
+        await system.is_idle()
+        first.worker.close()
+
+
+async def test_a_sequence_is_not_moved_for_ever():
+    targets = [Target(f"target-{i}") for i in range(4)]
+    for target in targets:
+        target.handle.fail_after = 0
+    async with running(targets, [], max_moves=2) as system:
+        with pytest.raises(GenerationFailed, match="lost too often"):
+            await system.text(ask())
+        assert sum(target.handle.num_calls for target in targets) == 3
+
+
+async def test_without_a_target_a_request_waits_for_its_deadline_and_no_longer():
+    async with running([], [], idle_wait_s=0.05) as system:
+        with pytest.raises(GenerationFailed, match="no target worker"):
+            await system.text(ask())
+        assert system.coordinator.status().num_waiting == 0
+
+
+async def test_a_target_that_comes_in_time_serves_the_waiting(undisturbed):
+    async with running([], []) as system:
+        generation = asyncio.create_task(system.text(ask()))
+        await eventually(lambda: system.coordinator.status().num_waiting == 1)
+        system.directory.targets = [Target()]
+        assert await generation == undisturbed
+
+
+async def test_a_worker_that_forgot_a_sequence_is_fed_again(undisturbed):
+    target, draft = Target(), Draft()
+    async with running([target], [draft]) as system:
+        ids: list[int] = []
+        async with aclosing(system.client.generate(ask())) as chunks:
+            async for chunk in chunks:
+                ids += chunk.token_ids
+                if 10 < len(ids) < 30:
+                    await target.worker.release([SequenceId("s")])
+                    await draft.worker.release([SequenceId("s")])
+        assert ids == undisturbed
+
+
+async def test_cancelling_frees_both_workers_within_a_round():
+    target, draft = Target(), Draft()
+    async with running([target], [draft]) as system:
+        generation = system.client.generate(ask(max_tokens=3000))
+        async for chunk in generation:
+            if chunk.num_drafted:
+                break
+        target.handle.gate = asyncio.Event()  # the next round hangs in verification
+        await eventually(lambda: system.coordinator.status().num_running == 1)
+        await generation.aclose()
+        await eventually(lambda: system.coordinator.status().num_running == 0)
+        calls = target.handle.num_calls
+        target.handle.gate.set()
+        await system.is_idle()
+        assert target.handle.num_calls <= calls + 1
+
+
+async def test_cancelling_a_waiting_request_is_enough():
+    target = Target()
+    target.handle.gate = asyncio.Event()
+    async with running([target], [], max_num_seqs=1) as system:
+        first = asyncio.create_task(system.text(ask("first")))
+        await eventually(lambda: system.coordinator.status().num_running == 1)
+        second = asyncio.create_task(system.text(ask("second")))
+        await eventually(lambda: system.coordinator.status().num_waiting == 1)
+        second.cancel()
+        await eventually(lambda: system.coordinator.status().num_waiting == 0)
+        target.handle.gate.set()
+        assert len(await first) == 60
+
+
+async def test_the_queue_is_bounded_and_what_was_accepted_is_served():
+    async with running([Target()], [Draft()], max_num_seqs=2, max_waiting=3) as system:
+        outcomes = await asyncio.gather(
+            *(system.text(ask(f"s{i}")) for i in range(8)), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if isinstance(outcome, TooManyRequests)]
+        served = [outcome for outcome in outcomes if isinstance(outcome, list)]
+        assert (len(refused), len(served)) == (3, 5)
+        assert len({tuple(ids) for ids in served}) == 1
+        await system.is_idle()
+
+
+async def test_a_batch_is_one_call_per_round_and_worker():
+    target, draft = Target(), Draft()
+    async with running([target], [draft], gamma=1) as system:
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(10)))
+        assert len({tuple(ids) for ids in texts}) == 1
+        alone = Target()
+    async with running([alone], [Draft()], gamma=1) as system:
+        await system.text(ask())
+    # All ten ran together: hardly more calls than one needs alone.
+    assert target.handle.num_calls <= alone.handle.num_calls + 12
+    assert draft.handle.num_calls <= target.handle.num_calls
+
+
+async def test_a_long_prompt_is_prefilled_in_chunks_beside_a_running_stream(undisturbed):
+    tokens_per_call: list[int] = []
+
+    def latency(sequences: int, tokens: int) -> float:
+        tokens_per_call.append(tokens)
+        return 0.0
+
+    async with running([Target(latency=latency)], [Draft()], prefill_chunk_tokens=32) as system:
+        stream = asyncio.create_task(system.text(ask()))
+        long = await system.text(ask("long", prompt=1000, max_tokens=5))
+        assert await stream == undisturbed
+        assert len(long) == 5
+        assert max(tokens_per_call) <= 32 + 5 + 5
+        await system.is_idle()
+
+
+async def test_a_prompt_beyond_the_drafts_context_is_decoded_plainly():
+    draft = Draft(max_context=40)
+    async with running([Target()], [draft]) as system:
+        assert len(await system.text(ask(prompt=100))) == 60
+        assert draft.handle.num_calls == 0
+
+
+async def test_a_draft_without_memory_is_no_failure(undisturbed):
+    draft = Draft(kv_capacity_tokens=30)
+    async with running([Target()], [draft]) as system:
+        assert await system.text(ask()) == undisturbed
+        assert draft.handle.num_calls > 0
+        await system.is_idle()
+
+
+async def test_sequences_wait_for_target_memory_and_none_is_lost():
+    async with running([Target(kv_capacity_tokens=150)], [Draft()]) as system:
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(6)))
+        assert {len(ids) for ids in texts} == {60}
+        await system.is_idle()
+
+
+async def test_generation_ends_at_the_context_window():
+    async with running([Target(max_context=50)], [Draft()]) as system:
+        assert len(await system.text(ask(prompt=10, max_tokens=1000))) == 40
+        with pytest.raises(ContextLengthExceeded):
+            await system.text(ask("too-long", prompt=50))
+
+
+async def test_a_gateway_that_stopped_listening_loses_its_sequences():
+    target = Target(latency=lambda sequences, tokens: 0.002)
+    async with running([target], [Draft()], orphan_timeout_s=0.05) as system:
+        await system.coordinator.submit("gone-gateway", ask(max_tokens=3000))
+        await eventually(lambda: target.handle.num_calls > 3)
+        await eventually(lambda: system.coordinator.status().num_running == 0)
+        await system.is_idle()
+
+
+async def test_resuming_with_committed_tokens_gives_the_rest_of_the_text(undisturbed):
+    async with running([Target()], [Draft()]) as system:
+        for done in (1, 17, 59):
+            request = ask(f"resume-{done}")
+            resumed = GenerationRequest(
+                sequence_id=request.sequence_id,
+                prompt_ids=request.prompt_ids,
+                sampling=request.sampling,
+                stop=request.stop,
+                output_ids=tuple(undisturbed[:done]),
+            )
+            assert undisturbed[:done] + await system.text(resumed) == undisturbed
