@@ -66,7 +66,7 @@ proto: $(VENV)/.dev ## Regenerate the gRPC stubs from protos/
 	@$(BIN)/python protos/generate.py
 
 bench: $(VENV)/.bench ## Run the benchmarks
-	@if [ -f benchmarks/run.py ]; then $(BIN)/python benchmarks/run.py; else echo "There are no benchmarks yet."; fi
+	@if [ -f benchmarks/run.py ]; then $(BIN)/python -m benchmarks.run; else echo "There are no benchmarks yet."; fi
 
 clean: ## Remove .venv, caches and build output (downloaded models stay)
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -63,7 +63,7 @@ class CoordinatorConfig(_Section):
     poll_interval_s: float = Field(default=0.5, gt=0)
     """How often workers are looked up and told which sequences live."""
     orphan_timeout_s: float = Field(default=10.0, gt=0)
-    """A gateway's sequences are cancelled when it has not listened for this long."""
+    """A gateway's sequences are cancelled when it has given no sign of life for this long."""
     idle_wait_s: float = Field(default=30.0, gt=0)
     """A request waits this long for a target worker, then fails with 503."""
 

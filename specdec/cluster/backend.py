@@ -6,12 +6,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from specdec.cluster.handles import ReplicaSet, ServeCoordinatorPort, coordinator_statuses
+from specdec.cluster.handles import ReplicaSet, ServeCoordinatorPort
 from specdec.coordinator.client import CoordinatorClient
 from specdec.errors import ServiceUnavailable
 from specdec.messages import CoordinatorStatus
@@ -28,25 +28,17 @@ class ServeBackend:
         self._poll_interval_s = poll_interval_s
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         self._clients: dict[str, CoordinatorClient] = {}
-        self._statuses: dict[str, CoordinatorStatus] = {}
-        self._poller: asyncio.Task[None] | None = None
+        self._follower: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to look for coordinators; needs a running event loop."""
-        self._poller = asyncio.get_running_loop().create_task(self._poll_forever())
-
-    async def close(self) -> None:
-        if self._poller:
-            self._poller.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._poller
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        self._follower = asyncio.get_running_loop().create_task(self._follow_forever())
 
     def is_ready(self) -> bool:
-        return any(status.is_ready for status in self._statuses.values())
+        return any(status.is_ready for status in self.statuses())
 
     def statuses(self) -> tuple[CoordinatorStatus, ...]:
-        return tuple(self._statuses.values())
+        return tuple(client.status for client in self._clients.values() if client.status is not None)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `Backend.generate`."""
@@ -61,21 +53,21 @@ class ServeBackend:
             raise ServiceUnavailable("no coordinator is ready yet; please retry")
         return min(clients, key=lambda client: client.num_requests)
 
-    async def _poll_forever(self) -> None:
+    async def _follow_forever(self) -> None:
         while True:
             try:
-                await self._poll_once()
+                await self._follow_replicas()
             except Exception:
-                logger.exception("coordinator poll failed; trying again")
+                logger.exception("looking for coordinators failed; trying again")
             await asyncio.sleep(self._poll_interval_s)
 
-    async def _poll_once(self) -> None:
-        answers = await coordinator_statuses(self._replicas)
-        self._statuses = {replica_id: status for replica_id, (_, status) in answers.items()}
-        for replica_id, (replica, _) in answers.items():
-            client = self._clients.get(replica_id)
-            if client is None or not client.is_connected:
-                self._clients[replica_id] = CoordinatorClient(ServeCoordinatorPort(replica), self._gateway_id)
-        alive = {replica.replica_id for replica in self._replicas.current()}
-        for replica_id in [known for known in self._clients if known not in alive]:
-            await self._clients.pop(replica_id).close()
+    async def _follow_replicas(self) -> None:
+        """One client per running coordinator; a lost stream means a new client."""
+        replicas = {r.replica_id: r for r in await self._replicas.discover("poll", self._gateway_id)}
+        for replica_id, client in list(self._clients.items()):
+            if replica_id not in replicas or not client.is_connected:
+                del self._clients[replica_id]
+                await client.close()
+        for replica_id in replicas.keys() - self._clients.keys():
+            port = ServeCoordinatorPort(replicas[replica_id])
+            self._clients[replica_id] = CoordinatorClient(port, self._gateway_id, self._poll_interval_s)

@@ -102,8 +102,8 @@ class CoordinatorReplica:
         if not self._coordinator.is_started:
             await self._coordinator.start()
 
-    async def status(self) -> CoordinatorStatus:
-        return self._coordinator.status()
+    async def poll(self, gateway_id: str) -> CoordinatorStatus:
+        return await self._coordinator.poll(gateway_id)
 
     async def submit(self, gateway_id: str, request: GenerationRequest) -> None:
         await self._coordinator.submit(gateway_id, request)

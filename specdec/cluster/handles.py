@@ -59,11 +59,14 @@ class PinnedReplica:
         except (RayError, RayServeException) as error:
             raise WorkerError(f"replica {self.replica_id}: {method} failed: {_first_line(error)}") from error
 
-    def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
-        """Iterate over what a generator method yields."""
-        return cast(
-            "AsyncGenerator[Any, None]", _detached_call(self._handle.options(stream=True), method, *args)
-        )
+    async def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
+        """Iterate over what a generator method yields; closing this cancels it on the replica."""
+        response = _detached_call(self._handle.options(stream=True), method, *args)
+        try:
+            async for item in response:
+                yield item
+        finally:
+            response.cancel()
 
 
 def _detached_call(handle: DeploymentHandle[Any], method: str, *args: object) -> Any:
@@ -136,10 +139,7 @@ class ReplicaSet:
 
     async def ask_all(self, method: str, *args: object) -> list[tuple[PinnedReplica, Any]]:
         """Call every replica at once; those that do not answer in time are left out."""
-        replicas = self.current()
-        if not replicas:
-            await self._wake_router(method, *args)
-            return []
+        replicas = await self.discover(method, *args)
         answers = await asyncio.gather(
             *(replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S) for replica in replicas),
             return_exceptions=True,
@@ -147,12 +147,17 @@ class ReplicaSet:
         pairs = zip(replicas, answers, strict=True)
         return [(replica, answer) for replica, answer in pairs if not isinstance(answer, BaseException)]
 
-    async def _wake_router(self, method: str, *args: object) -> None:
-        """Serve starts a handle's router at its first call; only then do we learn of replicas."""
-        try:
-            await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
-        except (TimeoutError, RayError, RayServeException) as error:
-            logger.debug("no %s replica yet: %s", self._handle.deployment_name, _first_line(error))
+    async def discover(self, method: str, *args: object) -> tuple[PinnedReplica, ...]:
+        """Running replicas; while none is known, ``method`` is called on any.
+
+        Serve starts a handle's router at its first call, and only then do we learn of replicas.
+        """
+        if not self.current():
+            try:
+                await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
+            except (TimeoutError, RayError, RayServeException) as error:
+                logger.debug("no %s replica yet: %s", self._handle.deployment_name, _first_line(error))
+        return self.current()
 
 
 class ServeDirectory:
@@ -192,16 +197,14 @@ class ServeCoordinatorPort:
     async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
         await self._call("cancel", sequence_ids)
 
-    async def _call(self, method: str, *args: object) -> None:
-        try:
-            await self._replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
-        except WorkerError as error:
-            raise ServiceUnavailable(f"the coordinator is not available: {error}") from error
+    async def poll(self, gateway_id: str) -> CoordinatorStatus:
+        return cast("CoordinatorStatus", await self._call("poll", gateway_id))
 
     def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
         return self._replica.stream("updates", gateway_id)
 
-
-async def coordinator_statuses(replicas: ReplicaSet) -> dict[str, tuple[PinnedReplica, CoordinatorStatus]]:
-    """Statuses of the coordinators that answered, by replica id."""
-    return {replica.replica_id: (replica, status) for replica, status in await replicas.ask_all("status")}
+    async def _call(self, method: str, *args: object) -> object:
+        try:
+            return await self._replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
+        except WorkerError as error:
+            raise ServiceUnavailable(f"the coordinator is not available: {error}") from error

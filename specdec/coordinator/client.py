@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from typing import Protocol
 
 from specdec.errors import GenerationFailed, SpecDecError
-from specdec.messages import RoundUpdate
+from specdec.messages import CoordinatorStatus, RoundUpdate
 from specdec.types import GenerationRequest, SequenceId, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -24,16 +24,29 @@ class CoordinatorPort(Protocol):
 
     def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]: ...
 
+    async def poll(self, gateway_id: str) -> CoordinatorStatus: ...
+
 
 class CoordinatorClient:
-    """Use `generate` for requests; `close` when the coordinator is gone."""
+    """Use `generate` for requests; `close` when the coordinator is gone.
 
-    def __init__(self, port: CoordinatorPort, gateway_id: str) -> None:
+    Args:
+        port: the coordinator.
+        gateway_id: of this gateway.
+        poll_interval_s: how often the coordinator hears of us and we of its state.
+    """
+
+    def __init__(self, port: CoordinatorPort, gateway_id: str, poll_interval_s: float = 0.5) -> None:
+        self.status: CoordinatorStatus | None = None
+        """As of the last poll; None when it was not answered."""
         self._port = port
         self._gateway_id = gateway_id
+        self._poll_interval_s = poll_interval_s
         self._queues: dict[SequenceId, asyncio.Queue[TokenChunk | SpecDecError]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._listener = asyncio.get_running_loop().create_task(self._listen())
+        loop = asyncio.get_running_loop()
+        self._listener = loop.create_task(self._listen())
+        self._poller = loop.create_task(self._poll_forever())
 
     @property
     def is_connected(self) -> bool:
@@ -65,9 +78,10 @@ class CoordinatorClient:
                 self._in_background(self._cancel(request.sequence_id))
 
     async def close(self) -> None:
-        self._listener.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listener
+        tasks = (self._listener, self._poller)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _cancel(self, sequence_id: SequenceId) -> None:
         try:
@@ -81,13 +95,26 @@ class CoordinatorClient:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    async def _poll_forever(self) -> None:
+        while True:
+            try:
+                self.status = await self._port.poll(self._gateway_id)
+            except SpecDecError as error:
+                logger.info("coordinator does not answer: %s", error)
+                self.status = None
+            await asyncio.sleep(self._poll_interval_s)
+
+    def _share_out(self, update: RoundUpdate) -> None:
+        for chunk in update.chunks:
+            if queue := self._queues.get(chunk.sequence_id):
+                queue.put_nowait(chunk)
+
     async def _listen(self) -> None:
         error = GenerationFailed("the coordinator serving this request was lost; please retry")
         try:
-            async for update in self._port.updates(self._gateway_id):
-                for chunk in update.chunks:
-                    if queue := self._queues.get(chunk.sequence_id):
-                        queue.put_nowait(chunk)
+            async with aclosing(self._port.updates(self._gateway_id)) as updates:
+                async for update in updates:
+                    self._share_out(update)
         except asyncio.CancelledError:
             raise
         except Exception as cause:

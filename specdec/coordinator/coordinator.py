@@ -32,8 +32,8 @@ class _Outbox:
 
     chunks: list[TokenChunk] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
-    num_listeners: int = 0
-    left_at_s: float = 0.0
+    heard_at_s: float = 0.0
+    """When the gateway last called: a dead one's stream is not always closed for it."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Coordinator:
         self._check_context(state)
         if len(self._waiting) >= self._config.coordinator.max_waiting and not self._find_lane(state):
             raise TooManyRequests(f"{len(self._waiting)} requests are waiting already; retry later")
-        self._outbox(gateway_id)
+        self._hear(gateway_id)
         self._tickets[request.sequence_id] = _Ticket(state, gateway_id, self._clock())
         self._waiting.append(request.sequence_id)
         self._dispatch()
@@ -129,17 +129,17 @@ class Coordinator:
 
     async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
         """Everything that happens to a gateway's sequences, one message per wake-up, until closed."""
-        outbox = self._outbox(gateway_id)
-        outbox.num_listeners += 1
-        try:
-            while True:
-                await outbox.filled.wait()
-                outbox.filled.clear()
-                chunks, outbox.chunks = outbox.chunks, []
-                yield RoundUpdate(chunks=tuple(chunks))
-        finally:
-            outbox.num_listeners -= 1
-            outbox.left_at_s = self._clock()
+        outbox = self._hear(gateway_id)
+        while True:
+            await outbox.filled.wait()
+            outbox.filled.clear()
+            chunks, outbox.chunks = outbox.chunks, []
+            yield RoundUpdate(chunks=tuple(chunks))
+
+    async def poll(self, gateway_id: str) -> CoordinatorStatus:
+        """A gateway's sign of life; one that gives none loses its sequences after ``orphan_timeout_s``."""
+        self._hear(gateway_id)
+        return self.status()
 
     def status(self) -> CoordinatorStatus:
         targets = tuple(lane.target.status for lane in self._lanes.values())
@@ -204,14 +204,14 @@ class Coordinator:
         self._dispatch()
 
     def _deliver(self, gateway_id: str, chunk: TokenChunk) -> None:
-        outbox = self._outbox(gateway_id)
+        outbox = self._outboxes[gateway_id]
         outbox.chunks.append(chunk)
         outbox.filled.set()
 
-    def _outbox(self, gateway_id: str) -> _Outbox:
-        if gateway_id not in self._outboxes:
-            self._outboxes[gateway_id] = _Outbox(left_at_s=self._clock())
-        return self._outboxes[gateway_id]
+    def _hear(self, gateway_id: str) -> _Outbox:
+        outbox = self._outboxes.setdefault(gateway_id, _Outbox())
+        outbox.heard_at_s = self._clock()
+        return outbox
 
     def _fail(self, sequence_id: SequenceId, error: str) -> None:
         ticket = self._tickets.pop(sequence_id)
@@ -308,8 +308,7 @@ class Coordinator:
         limits = self._config.coordinator
         now_s = self._clock()
         for sequence_id, ticket in list(self._tickets.items()):
-            outbox = self._outbox(ticket.gateway_id)
-            if outbox.num_listeners == 0 and now_s - outbox.left_at_s > limits.orphan_timeout_s:
+            if now_s - self._outboxes[ticket.gateway_id].heard_at_s > limits.orphan_timeout_s:
                 asyncio.get_running_loop().create_task(self.cancel([sequence_id]))
             elif not self._lanes and now_s - ticket.submitted_at_s > limits.idle_wait_s:
                 self._waiting.remove(sequence_id)
@@ -319,8 +318,8 @@ class Coordinator:
     def _forget_idle_outboxes(self, now_s: float) -> None:
         in_use = {ticket.gateway_id for ticket in self._tickets.values()}
         for gateway_id, outbox in list(self._outboxes.items()):
-            is_idle = outbox.num_listeners == 0 and gateway_id not in in_use
-            if is_idle and now_s - outbox.left_at_s > self._config.coordinator.orphan_timeout_s:
+            silent_s = now_s - outbox.heard_at_s
+            if gateway_id not in in_use and silent_s > self._config.coordinator.orphan_timeout_s:
                 del self._outboxes[gateway_id]
 
 

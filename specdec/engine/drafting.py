@@ -61,6 +61,8 @@ class DraftEngine:
         started_s = time.perf_counter()
         lost: list[Lost] = []
         blocks = self._feed_all(request, lost)
+        for block in blocks:
+            block.session.num_reserved = 0  # fed by now, or never to be
         return ProposeReply(
             drafts=tuple(block.finished() for block in blocks),
             lost=tuple(lost),
@@ -96,36 +98,40 @@ class DraftEngine:
         """Draw one token per block from its row."""
         rows = [block.session.context(len(block.session.token_ids)) for block in blocks]
         processed = process_logits(mask_padding(logits, self.runner.vocab_size), rows)
-        greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
-        sampled = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        if greedy:
-            for i, token in zip(greedy, processed[greedy].argmax(dim=-1).tolist(), strict=True):
-                blocks[i].token_ids.append(token)
-        if sampled:
-            self._sample([blocks[i] for i in sampled], torch.softmax(processed[sampled], dim=-1))
+        for mode, draw in (
+            (VerificationMode.GREEDY, self._draw_greedy),
+            (VerificationMode.COUPLED, self._draw_coupled),
+            (VerificationMode.REJECTION, self._draw_rejection),
+        ):
+            chosen = [i for i, row in enumerate(rows) if row.params.mode is mode]
+            if chosen:
+                draw([blocks[i] for i in chosen], processed[chosen])
 
-    def _sample(self, blocks: list[_Block], probs: torch.Tensor) -> None:
-        ids, law = truncate_support(probs, self._support)
-        noise = torch.from_numpy(self._noise(blocks)).to(probs.device).gather(1, ids)
-        chosen = ids.gather(1, race(law, noise).unsqueeze(1)).squeeze(1).tolist()
+    def _draw_greedy(self, blocks: list[_Block], logits: torch.Tensor) -> None:
+        _append(blocks, logits.argmax(dim=-1))
+
+    def _draw_coupled(self, blocks: list[_Block], logits: torch.Tensor) -> None:
+        """The target's own draw if both laws were equal: same noise, whole law."""
+        probs = torch.softmax(logits, dim=-1)
+        _append(blocks, race(probs, self._noise(blocks, Purpose.TARGET).to(probs.device)))
+
+    def _draw_rejection(self, blocks: list[_Block], logits: torch.Tensor) -> None:
+        ids, law = truncate_support(torch.softmax(logits, dim=-1), self._support)
+        noise = self._noise(blocks, Purpose.DRAFT).to(ids.device).gather(1, ids)
+        _append(blocks, ids.gather(1, race(law, noise).unsqueeze(1)).squeeze(1))
         for i, block in enumerate(blocks):
-            block.token_ids.append(chosen[i])
-            if block.session.opening.sampling.mode is VerificationMode.REJECTION:
-                block.support_ids.append(ids[i])
-                block.support_probs.append(law[i])
+            block.support_ids.append(ids[i])
+            block.support_probs.append(law[i])
 
-    def _noise(self, blocks: list[_Block]) -> np.ndarray:
-        """[blocks, vocab]: the draft's own noise, or in coupled mode the target's."""
-        rows = [self._noise_row(block.session) for block in blocks]
-        return np.concatenate(rows)
+    def _noise(self, blocks: list[_Block], purpose: Purpose) -> torch.Tensor:
+        """[blocks, vocab] noise of the positions that are drawn next."""
+        keys = [(block.session.opening.sampling.seed, len(block.session.token_ids)) for block in blocks]
+        return torch.from_numpy(exponential_rows(keys, purpose, self.runner.vocab_size))
 
-    def _noise_row(self, session: Session) -> np.ndarray:
-        sampling = session.opening.sampling
-        is_coupled = sampling.mode is VerificationMode.COUPLED
-        key = (sampling.seed, len(session.token_ids))
-        return exponential_rows(
-            [key], Purpose.TARGET if is_coupled else Purpose.DRAFT, self.runner.vocab_size
-        )
+
+def _append(blocks: list[_Block], chosen: torch.Tensor) -> None:
+    for block, token in zip(blocks, chosen.tolist(), strict=True):
+        block.token_ids.append(token)
 
 
 def _num_rows(item: ProposeItem) -> int:

@@ -103,7 +103,8 @@ class KVStore:
     def check_invariants(self) -> None:
         """Every buffer holds what its length claims, and the total is within capacity."""
         for sequence_id, buffers in self._sequences.items():
-            if any(layer.shape[1] < buffers.length for layer in buffers.keys.values()):
+            layers = (*buffers.keys.values(), *buffers.values.values())
+            if any(layer.shape[1] < buffers.length for layer in layers):
                 raise InvariantViolation(
                     f"sequence {sequence_id}: length {buffers.length} beyond its buffers"
                 )

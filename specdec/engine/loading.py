@@ -6,7 +6,13 @@ import logging
 import os
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.config import ModelConfig
@@ -41,11 +47,14 @@ def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> Mo
         ConfigError: the device or architecture cannot serve.
     """
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    model = load_model(resolve_model(config.model), config.dtype, choose_device(config.device))
+    max_context = min(config.max_context or max_context, max_context, config.kv_capacity_tokens)
+    model = load_model(
+        resolve_model(config.model), config.dtype, choose_device(config.device), max_context=max_context
+    )
     runner = ModelRunner(
         model,
         vocab_size=vocab_size,
-        max_context=min(config.max_context or max_context, max_context, config.kv_capacity_tokens),
+        max_context=max_context,
         kv_capacity_tokens=config.kv_capacity_tokens,
     )
     warm_up(runner)
@@ -68,8 +77,16 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def load_model(path: str, dtype: str, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str, dtype: str, device: torch.device, *, max_context: int | None = None
+) -> PreTrainedModel:
     """Load weights with our attention in place.
+
+    Args:
+        path: a folder that transformers loads.
+        dtype: of the weights.
+        device: where they go.
+        max_context: positions that will be served; None is the model's own limit.
 
     Raises:
         ModelUnavailable: transformers cannot load it.
@@ -81,9 +98,10 @@ def load_model(path: str, dtype: str, device: torch.device) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path)
         _refuse_recurrent(path, config.get_text_config())
-        _refuse_foreign_attention(path, type(config))
+        _refuse_foreign_attention(path, config)
+        _settle_rope(config.get_text_config(), max_context)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
+            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
         )
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"cannot load model {path!r}: {error}") from error
@@ -104,16 +122,33 @@ def _refuse_recurrent(path: str, config: object) -> None:
         raise ConfigError(f"model {path!r} uses chunked attention, which is not supported")
 
 
-def _refuse_foreign_attention(path: str, config_class: type) -> None:
-    """Known from the class alone, so before any weight is read."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, ())
+def _refuse_foreign_attention(path: str, config: PreTrainedConfig) -> None:
+    """Known before any weight is read."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    states_layers = bool(getattr(config.get_text_config(), "layer_types", None))
     for model_class in found if isinstance(found, tuple) else (found,):
-        if getattr(model_class, "_is_stateful", False):
+        # A hybrid family may be configured without recurrent layers; `_refuse_recurrent` has looked.
+        if getattr(model_class, "_is_stateful", False) and not states_layers:
             raise ConfigError(f"model {path!r} is recurrent: its state cannot be rolled back")
         if not getattr(model_class, "_supports_attention_backend", False):
             raise ConfigError(
                 f"model {path!r} ({model_class.__name__}) does not allow its attention to be replaced"
             )
+
+
+def _settle_rope(config: PreTrainedConfig, max_context: int | None) -> None:
+    """Choose LongRoPE's factors once, by the context served, whatever a sequence's length.
+
+    transformers chooses anew in each forward, by its furthest position: what a sequence says would depend on
+    its neighbours in the batch and on where its chunks end.
+    """
+    served = max_context or getattr(config, "max_position_embeddings", 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") == "longrope":
+            is_long = served > parameters["original_max_position_embeddings"]
+            factors = parameters["long_factor" if is_long else "short_factor"]
+            parameters["long_factor"] = parameters["short_factor"] = factors
 
 
 def warm_up(runner: ModelRunner) -> None:

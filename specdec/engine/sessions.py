@@ -67,9 +67,12 @@ class SessionTable:
         """
         self._heard_at_s[owner] = self._clock()
         try:
-            session = self._opened(owner, feed) if feed.keep == 0 else self._rolled_back(feed)
-            session.num_reserved = num_extra
+            if not feed.token_ids:
+                raise StaleCache(f"sequence {feed.sequence_id}: a feed without tokens")
+            session = self._opened(owner, feed) if feed.keep == 0 else self._rolled_back(owner, feed)
+            session.num_reserved = 0
             self._check_fits(feed, num_extra)
+            session.num_reserved = num_extra
         except KVCacheFull as error:
             self.release([feed.sequence_id])
             return _lost(feed, error, out_of_memory=True)
@@ -111,10 +114,13 @@ class SessionTable:
         self._sessions[feed.sequence_id] = session
         return session
 
-    def _rolled_back(self, feed: Feed) -> Session:
+    def _rolled_back(self, owner: str, feed: Feed) -> Session:
         session = self._sessions.get(feed.sequence_id)
         if session is None:
             raise StaleCache(f"sequence {feed.sequence_id} is not cached here")
+        if session.owner != owner:
+            # Two coordinators' logs of one sequence may differ, and so may what each thinks is cached.
+            raise StaleCache(f"sequence {feed.sequence_id} is cached here for {session.owner}, not {owner}")
         if session.epoch != feed.epoch:
             raise StaleCache(
                 f"sequence {feed.sequence_id}: epoch {feed.epoch}, but {session.epoch} is cached"
@@ -132,7 +138,7 @@ class SessionTable:
             )
         # Counted here and not in the runner, which has not been fed the other items of this call yet.
         used = sum(len(session.token_ids) + session.num_reserved for session in self._sessions.values())
-        free = self._runner.kv_capacity_tokens - used + num_extra
+        free = self._runner.kv_capacity_tokens - used
         if num_new > free:
             raise KVCacheFull(
                 f"sequence {feed.sequence_id}: {num_new} tokens of KV cache wanted, {free} free"

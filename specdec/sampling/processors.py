@@ -83,8 +83,10 @@ def _penalise_row(row_logits: torch.Tensor, row: RowContext) -> None:
         # Keskar et al. 2019, arXiv:1909.05858: prompt and output tokens alike.
         seen = _index(sorted(set(row.token_ids[: row.length])), row_logits)
         values = row_logits[seen]
-        factor = params.repetition_penalty
-        row_logits[seen] = torch.where(values > 0, values / factor, values * factor)
+        # A factor near 0 may reach the largest float, but not infinity, which softmax would turn into NaN.
+        limits = torch.finfo(row_logits.dtype)
+        factor = max(params.repetition_penalty, limits.tiny)
+        row_logits[seen] = torch.where(values > 0, values / factor, values * factor).clamp_max(limits.max)
     output_counts = Counter(row.token_ids[row.prompt_len : row.length])
     if output_counts and (params.frequency_penalty or params.presence_penalty):
         ids = _index(list(output_counts), row_logits)
@@ -113,9 +115,11 @@ def _apply_temperature(logits: torch.Tensor, rows: Sequence[RowContext]) -> torc
     temperatures = [1.0 if row.params.is_greedy else row.params.temperature for row in rows]
     if all(temperature == 1.0 for temperature in temperatures):
         return logits
-    # The maximum goes first, so that dividing by a tiny temperature can reach -inf but never inf - inf.
-    shifted = logits - logits.max(dim=-1, keepdim=True).values
-    return shifted / _column(temperatures, logits).clamp_min(torch.finfo(logits.dtype).tiny)
+    scale = _column(temperatures, logits).clamp_min(torch.finfo(logits.dtype).tiny)
+    # The maximum goes first, so that dividing by a tiny temperature can reach -inf but never inf - inf. Rows
+    # of temperature 1 stay as they are: rounding creates ties, which must not depend on a row's neighbours.
+    best = logits.max(dim=-1, keepdim=True).values.masked_fill(scale == 1.0, 0.0)
+    return (logits - best) / scale
 
 
 def _apply_top_k(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:

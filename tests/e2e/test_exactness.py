@@ -21,6 +21,9 @@ GAMMAS = (1, 2, 5, 8)
 TIE = 1e-3
 """Two logits closer than this are a tie to float32: either token is right."""
 
+only_trained = pytest.mark.parametrize("draft_kind", ["trained"], indirect=True, scope="module")
+"""For what does not depend on the kind of draft."""
+
 coupled_texts: dict[tuple[str, int], tuple[int, ...]] = {}
 """(prompt, seed) to token ids, over all drafts: one seed gives one text whatever the draft."""
 
@@ -79,9 +82,8 @@ def test_greedy_text_equals_plain_decoding(
         assert accepted / drafted < 0.05
 
 
-def test_plain_decoding_equals_the_library(plain: list[pb.GenerateResponse], draft_kind: str) -> None:
-    if draft_kind != "trained":
-        pytest.skip("plain decoding does not depend on the draft")
+@only_trained
+def test_plain_decoding_equals_the_library(plain: list[pb.GenerateResponse]) -> None:
     for prompt, answer in list(zip(PROMPTS, plain, strict=True))[:4]:
         assert_same_tokens(prompt, library_tokens(prompt, 24), list(answer.token_ids)[:24])
 
@@ -89,7 +91,7 @@ def test_plain_decoding_equals_the_library(plain: list[pb.GenerateResponse], dra
 @pytest.mark.parametrize("gamma", [0, *GAMMAS])
 def test_one_seed_gives_one_text_for_any_gamma_and_draft(server: Server, draft_kind: str, gamma: int) -> None:
     cases = [(prompt, seed) for prompt in PROMPTS[:4] for seed in (1, 2)]
-    requests = [chat(p, seed=s, temperature=1.0, gamma=gamma, max_tokens=40) for p, s in cases]
+    requests = [chat(p, seed=s, temperature=1.0, gamma=gamma, max_tokens=32) for p, s in cases]
     answers = ask(server, requests)
     for case, answer in zip(cases, answers, strict=True):
         assert coupled_texts.setdefault(case, tuple(answer.token_ids)) == tuple(answer.token_ids), case
@@ -103,6 +105,7 @@ def test_one_seed_gives_one_text_for_any_gamma_and_draft(server: Server, draft_k
         )
 
 
+@only_trained
 def test_company_does_not_change_a_text(server: Server) -> None:
     """Greedy, coupled and rejection requests of different lengths, together and alone."""
     requests = [
@@ -120,6 +123,7 @@ def test_company_does_not_change_a_text(server: Server) -> None:
         assert list(a.token_ids) == list(b.token_ids), request
 
 
+@only_trained
 def test_prompts_of_very_different_length_do_not_disturb_each_other(server: Server) -> None:
     long_text = "Here is a list of numbers: " + ", ".join(str(n) for n in range(400)) + ". What comes next?"
     requests = [chat(text, max_tokens=24, gamma=4) for text in ("Hi", PROMPTS[7], long_text)]

@@ -15,7 +15,7 @@ import pytest
 
 from specdec.gateway.proto import generation_pb2 as pb
 from tests.e2e.conftest import run_server
-from tests.e2e.harness import Server, chat, wait_for
+from tests.e2e.harness import Server, chat, descendants, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -50,8 +50,8 @@ class Stream:
         self.metrics: pb.SpeculativeMetrics | None = None
         self.error: grpc.RpcError | None = None
         self.call = server.stub().GenerateStream(request, timeout=180)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
 
     def _read(self) -> None:
         last_s = time.monotonic()
@@ -71,8 +71,8 @@ class Stream:
         assert self.error is None
 
     def finish(self) -> list[int]:
-        self._thread.join(180)
-        assert not self._thread.is_alive()
+        self.thread.join(180)
+        assert not self.thread.is_alive()
         assert self.error is None, self.error
         return self.token_ids
 
@@ -198,6 +198,30 @@ def test_an_http_client_that_leaves_frees_both_caches(server: Server, is_streame
         assert not is_streamed  # nothing was to be read before the end: the client gives up
     assert_freed(server)
     assert_no_more_work(server)
+
+
+def test_a_killed_gateway_leaves_no_sequence_behind(server: Server) -> None:
+    stream = Stream(server, chat(STORY, max_tokens=1500, ignore_eos=True))
+    stream.wait_for_tokens(5)
+    (gateway,) = [
+        pid
+        for pid in descendants(server.process.pid)
+        if "ServeReplica:specdec:Gateway" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    os.kill(gateway, signal.SIGKILL)
+    stream.thread.join(30)
+    assert stream.error is not None
+    assert stream.error.code() is grpc.StatusCode.UNAVAILABLE
+    # Another gateway is started; the sequence of the dead one must end long before its 1,500 tokens.
+    wait_for(lambda: is_ready_and_idle(server), 40, "idle again")
+    assert "Paris" in server.stub().Generate(chat("What is the capital of France?"), timeout=60).text
+
+
+def is_ready_and_idle(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200 and server.is_idle()
+    except (httpx.HTTPError, KeyError, ValueError):
+        return False
 
 
 def test_half_of_many_clients_leave_and_the_others_get_their_texts(server: Server) -> None:

@@ -1,0 +1,257 @@
+"""Tiny models behind the real coordinator, in one process: a stream's text depends on nothing around it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from specdec.config import AppConfig, parse_config
+from specdec.coordinator.local import run_local
+from specdec.types import GenerationRequest, SamplingParams, StopCriteria, VerificationMode
+from tests.fakes import eventually
+from tests.tiny_models import COUPLED, GREEDY, fresh_logits, model_runner, sequence_id, tokens
+
+GAMMA = 4
+NOISE = 0.001
+"""Of a draft that is right about every other time."""
+DRAFTS = {"the target itself": {}, "an ordinary one": {"noise": NOISE}, "a bad one": {"seed": 1}}
+
+
+def config(**coordinator: object) -> AppConfig:
+    return parse_config(
+        {
+            "target": {"model": "tiny"},
+            "draft": {"model": "tiny-draft"},
+            "speculation": {"num_speculative_tokens": GAMMA},
+            "coordinator": coordinator,
+        }
+    )
+
+
+class Recorder:
+    """A runner that notes how many tokens each sequence was fed in each forward."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self.forwards: list[dict[str, int]] = []
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def forward(self, items):
+        self.forwards.append({item.sequence_id: len(item.token_ids) for item in items})
+        return self._runner.forward(items)
+
+    def shapes_of(self, name):
+        return [forward[name] for forward in self.forwards if name in forward]
+
+
+@asynccontextmanager
+async def system(target, draft, **coordinator):
+    async with run_local(config(**coordinator), target, draft) as local:
+        yield local
+        await eventually(lambda: local.target.status().num_sequences == 0)
+        await eventually(lambda: local.draft.status().num_sequences == 0)
+    assert target.kv_tokens_in_use == draft.kv_tokens_in_use == 0
+
+
+async def generated(local, name, prompt, *, max_tokens=40, sampling: SamplingParams = GREEDY):
+    """All chunks of one sequence."""
+    request = GenerationRequest(
+        sequence_id=sequence_id(name),
+        prompt_ids=tuple(prompt),
+        sampling=sampling,
+        stop=StopCriteria(max_tokens=max_tokens),
+    )
+    return [chunk async for chunk in local.client.generate(request)]
+
+
+def text(chunks):
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def num_drafted(chunks):
+    return sum(chunk.num_drafted for chunk in chunks)
+
+
+def greedy_reference(prompt, count=40):
+    """Token by token, by the target alone."""
+    runner, log = model_runner(), list(prompt)
+    for _ in range(count):
+        log.append(int(fresh_logits(runner, log)[-1].argmax()))
+    return log[len(prompt) :]
+
+
+PROMPTS = {f"{length} tokens": tokens(length, seed=length) for length in (5, 50, 300)}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_prompts_of_very_different_length_together_equal_plain_decoding(draft):
+    """Rows that accept fewer tokens do not disturb the others."""
+    async with system(model_runner(), model_runner(**DRAFTS[draft])) as local:
+        together = await asyncio.gather(*(generated(local, name, p) for name, p in PROMPTS.items()))
+    for chunks, prompt in zip(together, PROMPTS.values(), strict=True):
+        assert text(chunks) == greedy_reference(prompt)
+        assert num_drafted(chunks) > 0
+        assert chunks[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_seeded_coupled_text_is_the_same_alone_and_in_company(draft):
+    async with system(model_runner(), model_runner(**DRAFTS[draft])) as local:
+        together = await asyncio.gather(
+            *(generated(local, name, p, sampling=COUPLED) for name, p in PROMPTS.items())
+        )
+        alone = [await generated(local, f"{n} alone", p, sampling=COUPLED) for n, p in PROMPTS.items()]
+    assert [text(chunks) for chunks in together] == [text(chunks) for chunks in alone]
+
+
+async def test_draft_equal_to_the_target_is_accepted_whole_in_company_too():
+    async with system(model_runner(), model_runner()) as local:
+        together = await asyncio.gather(*(generated(local, name, p) for name, p in PROMPTS.items()))
+    for chunks in together:
+        assert all(chunk.num_accepted == chunk.num_drafted for chunk in chunks)
+
+
+async def test_repeated_prompts_in_one_batch_say_the_same():
+    x, y, z = (tokens(12, seed=seed) for seed in (1, 2, 3))
+    async with system(model_runner(), model_runner(noise=NOISE)) as local:
+        batch = [generated(local, f"s{i}", prompt) for i, prompt in enumerate((x, y, x, z, x))]
+        texts = [text(chunks) for chunks in await asyncio.gather(*batch)]
+    assert texts[0] == texts[2] == texts[4] == greedy_reference(x)
+    assert (texts[1], texts[3]) == (greedy_reference(y), greedy_reference(z))
+
+
+async def test_sixteen_prompts_at_once_equal_plain_decoding():
+    prompts = [tokens(3 + 5 * i, seed=i) for i in range(16)]
+    async with system(model_runner(), model_runner(noise=NOISE), max_num_seqs=5) as local:
+        batch = [generated(local, f"s{i}", prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
+        texts = [text(chunks) for chunks in await asyncio.gather(*batch)]
+    assert texts == [greedy_reference(prompt, 12) for prompt in prompts]
+
+
+# Workers that lose a sequence -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loser", ["target", "draft"])
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=lambda sampling: sampling.mode.value)
+async def test_sequence_lost_by_a_worker_goes_on_from_the_log(loser, sampling):
+    """The text is the same, drafting goes on, and nobody is asked for a row that was not fed."""
+    prompt = tokens(9)
+    draft, target = Recorder(model_runner(noise=NOISE)), Recorder(model_runner())
+    async with system(target, draft) as local:
+        undisturbed = text(await generated(local, "undisturbed", prompt, sampling=sampling))
+        request = GenerationRequest(
+            sequence_id=sequence_id("a"),
+            prompt_ids=tuple(prompt),
+            sampling=sampling,
+            stop=StopCriteria(max_tokens=40),
+        )
+        chunks = []
+        async for chunk in local.client.generate(request):
+            chunks.append(chunk)
+            if len(chunks) in (2, 5):
+                await getattr(local, loser).release([sequence_id("a")])
+    assert text(chunks) == undisturbed
+    assert all(0 not in forward.values() for forward in draft.forwards + target.forwards)
+    recorder = {"target": target, "draft": draft}[loser]
+    assert sum(fed >= len(prompt) for fed in recorder.shapes_of("a")) == 3, "fed anew after each loss"
+    assert sum(chunk.num_drafted > 0 for chunk in chunks[6:]) >= len(chunks[6:]) - 2
+
+
+# A draft that cannot follow -------------------------------------------------------------------------------
+
+
+async def test_prompt_beyond_the_drafts_context_is_decoded_without_it():
+    prompt = tokens(100)
+    draft = Recorder(model_runner(max_context=64))
+    async with system(model_runner(max_context=256), draft) as local:
+        chunks = await generated(local, "a", prompt)
+    assert text(chunks) == greedy_reference(prompt)
+    assert num_drafted(chunks) == 0
+    assert draft.forwards == []
+
+
+async def test_sequence_that_outgrows_the_drafts_context_goes_on_without_it():
+    prompt = tokens(40)
+    draft = Recorder(model_runner(max_context=64))
+    async with system(model_runner(max_context=256), draft) as local:
+        chunks = await generated(local, "a", prompt)
+    assert text(chunks) == greedy_reference(prompt)
+    assert chunks[1].num_drafted == GAMMA
+    assert [chunk.num_drafted for chunk in chunks[-10:]] == [0] * 10
+
+
+async def test_draft_without_room_for_a_sequence_is_not_asked_again():
+    prompt = tokens(60)
+    draft = Recorder(model_runner(kv_capacity_tokens=50))
+    async with system(model_runner(), draft) as local:
+        long, short = await asyncio.gather(
+            generated(local, "long", prompt), generated(local, "short", tokens(8), max_tokens=20)
+        )
+    assert (text(long), text(short)) == (greedy_reference(prompt), greedy_reference(tokens(8), 20))
+    assert num_drafted(long) == 0
+    assert num_drafted(short) > 0
+    assert draft.shapes_of("long") == []
+
+
+async def test_sequence_up_to_the_targets_last_position_equals_plain_decoding():
+    prompt = tokens(30)
+    async with system(model_runner(max_context=64), model_runner(noise=NOISE)) as local:
+        chunks = await generated(local, "a", prompt, max_tokens=1000)
+    assert text(chunks) == greedy_reference(prompt, 34)
+    assert chunks[-1].finish_reason == "length"
+
+
+# Prefill in chunks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_long_prompt_arriving_beside_a_stream_changes_neither(draft):
+    """Four tokens a round: the prompt is fed over many rounds in which the stream goes on."""
+    stream, prompt = tokens(6, seed=1), tokens(61, seed=2)
+    target = Recorder(model_runner())
+    async with system(target, model_runner(**DRAFTS[draft]), prefill_chunk_tokens=4) as local:
+        running = asyncio.create_task(generated(local, "stream", stream, max_tokens=100))
+        await eventually(lambda: bool(target.shapes_of("stream")))
+        late = await generated(local, "late", prompt, max_tokens=10)
+        text_of_stream = text(await running)
+    assert text_of_stream == greedy_reference(stream, 100)
+    assert text(late) == greedy_reference(prompt, 10)
+    chunks = target.shapes_of("late")
+    assert chunks[:15] == [4] * 15, "60 tokens in chunks of four; the last token belongs to the first round"
+    assert all("stream" in forward for forward in target.forwards if forward.get("late") == 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 512])
+async def test_chunk_size_changes_no_text(chunk):
+    prompt = tokens(33)
+    async with system(model_runner(), model_runner(noise=NOISE), prefill_chunk_tokens=chunk) as local:
+        assert text(await generated(local, "a", prompt, max_tokens=20)) == greedy_reference(prompt, 20)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5, 8])
+async def test_draft_length_changes_no_text(gamma):
+    prompt = tokens(9)
+    request = GenerationRequest(
+        sequence_id=sequence_id("a"),
+        prompt_ids=tuple(prompt),
+        sampling=GREEDY,
+        stop=StopCriteria(max_tokens=40),
+        max_draft_tokens=gamma,
+    )
+    async with system(model_runner(), model_runner(noise=NOISE)) as local:
+        chunks = [chunk async for chunk in local.client.generate(request)]
+    assert text(chunks) == greedy_reference(prompt)
+    assert max(chunk.num_drafted for chunk in chunks) == gamma
+
+
+async def test_modes_side_by_side_do_not_disturb_the_greedy_one():
+    sampled = SamplingParams(temperature=1.3, seed=3, mode=VerificationMode.REJECTION)
+    async with system(model_runner(), model_runner(noise=NOISE)) as local:
+        greedy, *_ = await asyncio.gather(
+            generated(local, "greedy", tokens(9)),
+            generated(local, "sampled", tokens(20), sampling=sampled),
+            generated(local, "coupled", tokens(30), sampling=COUPLED),
+        )
+    assert text(greedy) == greedy_reference(tokens(9))

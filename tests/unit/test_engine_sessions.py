@@ -1,0 +1,286 @@
+"""What a worker holds: every feed that cannot be applied is answered with `Lost`, never with a guess."""
+
+from dataclasses import replace
+
+import pytest
+
+from specdec.engine.sessions import LIVE_GRACE_S, UNHEARD_OWNER_S, Session, SessionTable
+from specdec.messages import Heartbeat, Lost
+from tests.tiny_models import OWNER, feed, sequence_id, simulated_runner
+
+A, B = sequence_id("a"), sequence_id("b")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Table(SessionTable):
+    """With the runner fed as an engine would feed it."""
+
+    def __init__(self, clock=None, **limits):
+        self.runner = simulated_runner(**limits)
+        super().__init__(self.runner, clock or Clock())
+
+    def apply(self, *feeds, owner=OWNER, num_extra=0):
+        """One call of an engine: each feed is prepared and noted in turn, then one forward takes all."""
+        answers, items = [], []
+        for f in feeds:
+            answer = self.prepare(owner, f, num_extra)
+            answers.append(answer)
+            if isinstance(answer, Session):
+                items.append(self.forward_item(answer, f.token_ids, 0))
+        if items:
+            self.runner.forward(items)
+        return answers
+
+    def beat(self, *live, owner=OWNER):
+        self.reconcile(Heartbeat(owner=owner, live=frozenset(live)))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def table(clock):
+    return Table(clock)
+
+
+def assert_lost(answer, reason, *, out_of_memory=False):
+    assert isinstance(answer, Lost)
+    assert reason in answer.reason
+    assert answer.out_of_memory is out_of_memory
+
+
+# Feeds ----------------------------------------------------------------------------------------------------
+
+
+def test_session_holds_exactly_the_cached_tokens(table):
+    table.apply(feed("a", [3, 4, 5]))
+    [session] = table.apply(feed("a", [6, 7], keep=2))
+    assert session.token_ids == [3, 4, 6, 7]
+    assert table.runner.length(A) == 4
+
+
+@pytest.mark.parametrize("keep", [0, 2, 3])
+def test_feeding_twice_leaves_the_same_cache(table, keep):
+    table.apply(feed("a", [3, 4, 5]))
+    again = feed("a", [6, 7], keep=keep)
+    [first] = table.apply(again)
+    once = list(first.token_ids)
+    [second] = table.apply(again)
+    assert second.token_ids == once
+    assert table.runner.length(A) == len(once)
+
+
+def test_feed_of_an_unknown_sequence_is_lost(table):
+    [answer] = table.apply(feed("a", [3], keep=4))
+    assert_lost(answer, "sequence a is not cached here")
+    assert (answer.sequence_id, answer.epoch) == (A, 0)
+
+
+def test_feed_from_zero_without_opening_is_lost(table):
+    [answer] = table.apply(replace(feed("a", [3]), opening=None))
+    assert_lost(answer, "without its opening")
+    assert len(table) == 0
+
+
+def test_keeping_more_than_is_cached_is_lost_and_the_cache_stays(table):
+    table.apply(feed("a", [3, 4, 5]))
+    [answer] = table.apply(feed("a", [6], keep=4))
+    assert_lost(answer, "keep 4, but 3 positions are cached")
+    [session] = table.apply(feed("a", [6], keep=3))
+    assert session.token_ids == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_feed_of_another_epoch_is_lost(table, epoch):
+    table.apply(feed("a", [3, 4], epoch=2))
+    [answer] = table.apply(feed("a", [5], keep=2, epoch=epoch))
+    assert_lost(answer, f"epoch {epoch}, but 2 is cached")
+    assert answer.epoch == epoch
+
+
+def test_new_epoch_from_zero_starts_anew(table):
+    table.apply(feed("a", [3, 4]))
+    [session] = table.apply(feed("a", [3, 9, 9], epoch=1))
+    assert (session.epoch, session.token_ids) == (1, [3, 9, 9])
+    assert table.runner.length(A) == 3
+
+
+def test_feed_without_tokens_is_lost(table):
+    """It would ask for a row that nothing was fed for."""
+    table.apply(feed("a", [3, 4]))
+    [answer] = table.apply(feed("a", [], keep=2))
+    assert_lost(answer, "a feed without tokens")
+
+
+def test_feed_of_another_owner_is_lost_unless_it_starts_anew(table):
+    """A gateway has resubmitted the sequence: the first coordinator's log may differ from the second's."""
+    table.apply(feed("a", [3, 4, 5]), owner="coordinator-0")
+    table.apply(feed("a", [3, 4, 9, 9]), owner="coordinator-1")
+    [late] = table.apply(feed("a", [6], keep=3), owner="coordinator-0")
+    assert_lost(late, "cached here for coordinator-1, not coordinator-0")
+    [session] = table.apply(feed("a", [7], keep=4), owner="coordinator-1")
+    assert session.token_ids == [3, 4, 9, 9, 7]
+
+
+def test_outgrown_context_is_lost():
+    table = Table(max_context=8)
+    table.apply(feed("a", [3] * 6))
+    [answer] = table.apply(feed("a", [4] * 3, keep=6))
+    assert_lost(answer, "9 positions exceed the context of 8")
+    [answer] = table.apply(feed("a", [4], keep=6), num_extra=2)
+    assert_lost(answer, "9 positions exceed the context of 8")
+    [session] = table.apply(feed("a", [4], keep=6), num_extra=1)
+    assert len(session.token_ids) == 7
+
+
+# Room -----------------------------------------------------------------------------------------------------
+
+
+def test_items_of_one_call_that_exceed_capacity_together_lose_the_later_ones():
+    table = Table(kv_capacity_tokens=10)
+    first, second, third, fourth = table.apply(*(feed(name, [3] * 4) for name in "abcd"))
+    assert [isinstance(answer, Session) for answer in (first, second)] == [True, True]
+    assert_lost(third, "4 tokens of KV cache wanted, 2 free", out_of_memory=True)
+    assert_lost(fourth, "4 tokens of KV cache wanted, 2 free", out_of_memory=True)
+    assert table.runner.kv_tokens_in_use == 8
+
+
+def test_smaller_item_behind_one_that_does_not_fit_still_fits():
+    table = Table(kv_capacity_tokens=10)
+    _, lost, small = table.apply(feed("a", [3] * 6), feed("b", [3] * 5), feed("c", [3] * 4))
+    assert_lost(lost, "5 tokens", out_of_memory=True)
+    assert isinstance(small, Session)
+    assert table.runner.kv_tokens_in_use == 10
+
+
+def test_tokens_a_worker_will_feed_itself_are_counted_beforehand():
+    table = Table(kv_capacity_tokens=10)
+    first, second, third = table.apply(*(feed(name, [3] * 3) for name in "abc"), num_extra=2)
+    assert [isinstance(answer, Session) for answer in (first, second)] == [True, True]
+    assert_lost(third, "5 tokens of KV cache wanted, 0 free", out_of_memory=True)
+
+
+def test_sequence_that_does_not_fit_gives_back_what_it_held():
+    table = Table(kv_capacity_tokens=10)
+    table.apply(feed("a", [3] * 5), feed("b", [3] * 5))
+    [answer] = table.apply(feed("a", [4], keep=5))
+    assert_lost(answer, "1 tokens of KV cache wanted, 0 free", out_of_memory=True)
+    assert table.runner.kv_tokens_in_use == 5
+    [session] = table.apply(feed("b", [4], keep=5))
+    assert len(session.token_ids) == 6
+
+
+def test_rollback_in_the_same_feed_makes_room():
+    table = Table(kv_capacity_tokens=10)
+    table.apply(feed("a", [3] * 10))
+    [session] = table.apply(feed("a", [4] * 6, keep=4))
+    assert len(session.token_ids) == 10
+
+
+def test_starting_anew_gives_back_the_old_cache_first():
+    table = Table(kv_capacity_tokens=10)
+    table.apply(feed("a", [3] * 10))
+    [session] = table.apply(feed("a", [4] * 10, epoch=1))
+    assert session.token_ids == [4] * 10
+
+
+# Release and heartbeats -----------------------------------------------------------------------------------
+
+
+def test_releasing_frees_and_releasing_again_is_fine(table):
+    table.apply(feed("a", [3, 4]), feed("b", [5]))
+    table.release([A])
+    table.release([A, sequence_id("never seen")])
+    assert len(table) == 1
+    assert table.runner.kv_tokens_in_use == 1
+    [answer] = table.apply(feed("a", [6], keep=2))
+    assert_lost(answer, "not cached here")
+
+
+def test_unlisted_sequence_is_freed_after_the_grace_period_only(table, clock):
+    """A heartbeat may have left its coordinator before the sequence came to it."""
+    table.apply(feed("a", [3, 4]), feed("b", [5]))
+    clock.advance(LIVE_GRACE_S)
+    table.beat(B)
+    assert len(table) == 2
+    clock.advance(0.001)
+    table.beat(B)
+    assert len(table) == 1
+    assert table.runner.kv_tokens_in_use == 1
+
+
+def test_feeding_renews_the_grace_period(table, clock):
+    table.apply(feed("a", [3, 4]))
+    clock.advance(LIVE_GRACE_S)
+    table.apply(feed("a", [5], keep=2))
+    clock.advance(LIVE_GRACE_S)
+    table.beat()
+    assert len(table) == 1
+
+
+def test_listed_sequence_is_never_freed(table, clock):
+    """However long nothing is fed: a stream may wait, its owner still lists it."""
+    table.apply(feed("a", [3, 4]))
+    for _ in range(20):
+        clock.advance(UNHEARD_OWNER_S)
+        table.beat(A)
+        table.beat(owner="coordinator-1")
+    assert len(table) == 1
+
+
+def test_other_owners_sequences_are_kept_while_they_are_heard_of(table, clock):
+    table.apply(feed("a", [3]), owner="coordinator-0")
+    table.apply(feed("b", [3]), owner="coordinator-1")
+    for _ in range(10):
+        clock.advance(UNHEARD_OWNER_S / 2)
+        table.beat(A, owner="coordinator-0")
+        table.beat(B, owner="coordinator-1")
+    assert len(table) == 2
+
+
+def test_sequences_of_a_silent_owner_are_freed(table, clock):
+    table.apply(feed("a", [3]), owner="coordinator-0")
+    table.apply(feed("b", [3, 4]), owner="coordinator-1")
+    clock.advance(UNHEARD_OWNER_S)
+    table.beat(A, owner="coordinator-0")
+    assert len(table) == 2
+    clock.advance(0.001)
+    table.beat(A, owner="coordinator-0")
+    assert len(table) == 1
+    assert table.runner.length(A) == 1
+
+
+def test_calls_count_as_a_sign_of_life(table, clock):
+    table.apply(feed("a", [3]), owner="coordinator-1")
+    clock.advance(UNHEARD_OWNER_S)
+    table.apply(feed("b", [3]), owner="coordinator-1")
+    clock.advance(UNHEARD_OWNER_S)
+    table.beat(owner="coordinator-0")
+    assert len(table) == 2
+
+
+def test_five_hundred_sequences_come_and_go(table, clock):
+    """Half are released, half are forgotten by a release that never came."""
+    for i in range(500):
+        name = f"s{i}"
+        table.apply(feed(name, [3, 4, 5]))
+        if i % 2:
+            table.release([sequence_id(name)])
+        clock.advance(1.0)
+        table.beat()
+        assert len(table) <= LIVE_GRACE_S + 1
+    clock.advance(LIVE_GRACE_S + 1)
+    table.beat()
+    assert (len(table), table.runner.kv_tokens_in_use) == (0, 0)

@@ -1,0 +1,142 @@
+"""Seeded chi-square tests of whole sequences through the real coordinator, draft and target worker.
+
+Seeds are fixed, so every p-value below is the same on every run; it is printed. Hard invariants (a token of
+probability 0 never appears) need no statistics and are checked in the same breath.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specdec.engine.simulated import ToyLaw
+from specdec.types import SamplingParams, VerificationMode
+from tests.laws import (
+    MIN_P_VALUE,
+    Generated,
+    app_config,
+    chi_square_p_value,
+    conditional_levels,
+    count_tuples,
+    generate_all,
+    generation,
+    reference_law,
+    tail_laws,
+    toy_law,
+    toy_next_token_law,
+)
+
+NUM_SEQUENCES = 20_000
+NUM_COMPARED = 1_500
+PROMPT = (1, 0)
+REJECTION, COUPLED = VerificationMode.REJECTION, VerificationMode.COUPLED
+
+
+def similar_draft(target: ToyLaw, scale: float) -> ToyLaw:
+    """A draft that is mostly right: about 70 to 80 % of its tokens are accepted."""
+    noise = toy_law("normal", target.vocab_size, 99)
+    return ToyLaw(target._logits + noise._logits * scale)
+
+
+async def generate(
+    gamma, target, draft, num_sequences=NUM_SEQUENCES, *, draft_support=64, max_tokens=None, **fields
+):
+    """``num_sequences`` outputs of distinct seeds, at least gamma + 3 tokens each."""
+    max_tokens = max_tokens or gamma + 3
+    requests = [
+        generation(seed, SamplingParams(seed=seed, **fields), prompt=PROMPT, max_tokens=max_tokens)
+        for seed in range(num_sequences)
+    ]
+    results = await generate_all(app_config(gamma, draft_support=draft_support), target, draft, requests)
+    assert all(len(result.token_ids) == max_tokens for result in results)
+    assert all(result.finish_reason == "length" for result in results)
+    return results
+
+
+def markov_windows(target: ToyLaw, params: SamplingParams, num_tokens: int):
+    """Exact joint law of three tokens in a row, the last of them output tokens 1, 2, ..., ``num_tokens``."""
+    vocab = range(target.vocab_size)
+    step = np.array(
+        [[reference_law(target.row([a, b]).tolist(), params, (), ()) for b in vocab] for a in vocab]
+    )
+    pair = np.zeros((len(vocab), len(vocab)))
+    pair[PROMPT] = 1.0
+    for _ in range(num_tokens):
+        window = pair[:, :, None] * step
+        yield window
+        pair = window.sum(axis=0)
+
+
+def assert_windows_follow(
+    results: list[Generated], target: ToyLaw, params: SamplingParams, num_tokens: int
+) -> None:
+    """Every output token up to ``num_tokens``, with the two before it, against the exact law."""
+    rows = np.array([(*PROMPT, *result.token_ids) for result in results])
+    p_values = []
+    for start, law in enumerate(markov_windows(target, params, num_tokens)):
+        counts = count_tuples(rows[:, start : start + 3], target.vocab_size, 3)
+        p_values.append(chi_square_p_value(counts, law))
+    shown = " ".join(f"{p:.2g}" for p in p_values)
+    print(f"\nN = {len(results)}, p-values at positions 1..{num_tokens}: {shown}")
+    assert min(p_values) > MIN_P_VALUE
+
+
+def acceptance(results: list[Generated]) -> float:
+    return sum(r.num_accepted for r in results) / sum(r.num_drafted for r in results)
+
+
+async def test_rejection_follows_the_target_with_one_draft_token_and_a_truncated_draft():
+    target = toy_law("normal", 6, 1)
+    results = await generate(1, target, similar_draft(target, 0.6), draft_support=3, mode=REJECTION)
+    assert 0.5 < acceptance(results) < 0.9
+    assert_windows_follow(results, target, SamplingParams(), num_tokens=3)
+
+
+async def test_rejection_follows_the_processed_target_with_three_draft_tokens():
+    """Penalties make the law depend on the whole output, drafted tokens included: joint law of five tokens."""
+    target = toy_law("normal", 4, 2)
+    fields = {
+        "temperature": 0.8,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((1, 0.4),),
+        "top_p": 0.95,
+        "min_p": 0.05,
+    }
+    results = await generate(3, target, similar_draft(target, 0.6), mode=REJECTION, **fields)
+    assert 0.5 < acceptance(results) < 0.9
+    law = tail_laws(
+        conditional_levels(toy_next_token_law(target, SamplingParams(**fields), PROMPT), target.vocab_size, 5)
+    )[0]
+    counts = count_tuples((result.token_ids[:5] for result in results), target.vocab_size, 5)
+    p_value = chi_square_p_value(counts, law)
+    print(f"\nN = {len(results)}, joint law of tokens 1..5 with penalties: p = {p_value:.2g}")
+    assert p_value > MIN_P_VALUE
+
+
+async def test_rejection_follows_the_target_with_eight_draft_tokens():
+    target = toy_law("normal", 5, 3)
+    results = await generate(8, target, similar_draft(target, 0.4), mode=REJECTION)
+    assert 0.5 < acceptance(results) < 0.9
+    assert_windows_follow(results, target, SamplingParams(), num_tokens=10)
+
+
+async def test_coupled_follows_the_target_with_eight_draft_tokens():
+    target = toy_law("normal", 5, 4)
+    results = await generate(8, target, similar_draft(target, 0.4), mode=COUPLED)
+    assert 0.4 < acceptance(results) < 0.9
+    assert_windows_follow(results, target, SamplingParams(), num_tokens=10)
+    # Other gammas and drafts give the same tokens for the same seeds, so their law is the same as well.
+    for gamma, draft in itertools.product((1, 3), (similar_draft(target, 0.4), toy_law("peaky", 5, 5))):
+        others = await generate(gamma, target, draft, NUM_COMPARED, max_tokens=11, mode=COUPLED)
+        assert [r.token_ids for r in others] == [r.token_ids for r in results[:NUM_COMPARED]]
+
+
+async def test_an_unrelated_draft_changes_the_speed_and_not_the_law():
+    target = toy_law("normal", 4, 6)
+    results = await generate(3, target, toy_law("peaky", 4, 7), mode=REJECTION)
+    assert 0.0 < acceptance(results) < 0.5
+    assert_windows_follow(results, target, SamplingParams(), num_tokens=5)
