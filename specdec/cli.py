@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdec import __version__
@@ -47,8 +48,10 @@ def main() -> None:
     try:
         app()
     except SpecDecError as error:
-        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        console.print("[red]error:[/red]", escape(str(error)), soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @app.command()
@@ -79,7 +82,9 @@ def serve(
     from specdec.cluster.server import RunningServer
 
     def load(overrides: dict[str, object]) -> DeployConfig:
-        return load_deploy_config(config, overrides) if config else default_deploy_config(overrides)
+        if config is not None:
+            return load_deploy_config(config, overrides)
+        return default_deploy_config(overrides, num_gpus=_count_gpus() if address is None else 0)
 
     overrides = _overrides(target, draft, num_speculative_tokens, host, http_port, grpc_port)
     deploy = load(overrides)
@@ -89,31 +94,36 @@ def serve(
     _warn_if_exposed(deploy.schema.http_options.host, deploy.app.gateway.grpc_host)
     if address is None:
         _preflight(deploy.app)
-    stop = _stop_signal()
+    signals = _Signals()
     with console.status("starting Ray") as status, RunningServer(deploy, address) as server:
-        server.wait_until_ready(READY_TIMEOUT_S, status.update)
+        server.wait_until_ready(READY_TIMEOUT_S, lambda text: status.update(escape(text)))
         status.stop()
         console.print(
             f"[green]ready[/green]  HTTP {server.http_url}/v1  gRPC {server.grpc_address}  "
             f"{_describe(deploy.app)}  (Ctrl-C stops)",
             soft_wrap=True,
         )
-        stop.wait()
+        signals.wait()
         console.print("stopping")
 
 
-def _stop_signal() -> threading.Event:
-    """Set by Ctrl-C or SIGTERM; once ready, both mean an orderly end."""
-    stop = threading.Event()
+class _Signals:
+    """Ctrl-C and SIGTERM: an interrupt while starting, an orderly end once `wait` is reached."""
 
-    def on_signal(_signum: int, _frame: object) -> None:
-        if stop.is_set():
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._is_waiting = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def wait(self) -> None:
+        self._is_waiting = True
+        self._stop.wait()
+
+    def _on_signal(self, _signum: int, _frame: object) -> None:
+        if not self._is_waiting or self._stop.is_set():
             raise KeyboardInterrupt
-        stop.set()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    return stop
+        self._stop.set()
 
 
 def _overrides(
@@ -140,6 +150,12 @@ def _overrides(
     if grpc_port is not None:
         values["args.gateway.grpc_port"] = grpc_port
     return values
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _preflight(config: AppConfig) -> None:
@@ -180,8 +196,8 @@ def _warn_if_exposed(*hosts: str) -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    target: Annotated[str, typer.Option()] = "smollm2",
-    draft: Annotated[str, typer.Option(help="Draft model, or 'none'.")] = "smollm2-draft",
+    target: Target = None,
+    draft: Draft = None,
     num_speculative_tokens: Annotated[int, typer.Option()] = 2,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
@@ -193,7 +209,9 @@ def generate(
     from specdec.oneshot import generate_once
 
     _quiet_libraries()
-    models: dict[str, object] = {"target": {"model": target, "dtype": dtype}}
+    if draft is None:
+        draft = "smollm2-draft" if target is None else "none"  # the embedded draft fits the embedded target
+    models: dict[str, object] = {"target": {"model": target or "smollm2", "dtype": dtype}}
     if draft != "none":
         models["draft"] = {"model": draft, "dtype": dtype}
     config = parse_config({**models, "speculation": {"num_speculative_tokens": num_speculative_tokens}})

@@ -29,20 +29,18 @@ class ModelConfig(_Section):
     """An embedded model's name (``smollm2``), a local folder, or a Hugging Face id."""
     dtype: Dtype = "bfloat16"
     device: str = "auto"
-    """``auto`` takes the GPU that Ray assigned, else the CPU."""
+    """``auto`` takes the GPU that Ray assigned to the worker (``num_gpus``), else the CPU."""
     max_context: int | None = Field(default=None, gt=0)
     """Tokens; None takes the model's own limit."""
     kv_capacity_tokens: int = Field(default=131_072, gt=0)
-    """Tokens of KV cache over all sequences."""
+    """Tokens of KV cache over all sequences; buffers may hold a quarter more."""
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads for the model; None takes every core."""
+    """CPU threads for the model; None takes every core this process may use."""
 
 
 class SpeculationConfig(_Section):
     num_speculative_tokens: int = Field(default=2, ge=0, le=MAX_SPECULATIVE_TOKENS)
-    """Gamma of the fixed policy; 0 is plain decoding."""
-    max_speculative_tokens: int = Field(default=8, ge=0, le=MAX_SPECULATIVE_TOKENS)
-    """The most a request may ask for."""
+    """Gamma of the fixed policy; 0 is plain decoding. A request may lower it, not raise it."""
     draft_support: int = Field(default=64, ge=1, le=256)
     """K: tokens kept in the draft's truncated law in rejection mode."""
 
@@ -57,7 +55,7 @@ class CoordinatorConfig(_Section):
     draft_timeout_s: float = Field(default=5.0, gt=0)
     """A draft worker that takes longer is dropped: target-only rounds until it answers again."""
     target_timeout_s: float = Field(default=60.0, gt=0)
-    """A target worker that takes longer fails its sequences."""
+    """A target worker that takes longer is dropped: its sequences move to another one."""
     max_moves: int = Field(default=5, ge=0)
     """Times a sequence may be moved to another target worker before it fails."""
     poll_interval_s: float = Field(default=0.5, gt=0)

@@ -1,4 +1,4 @@
-"""Every error specdec raises on purpose, each with what a client should be told.
+"""The errors specdec raises on purpose, each with what a client should be told.
 
 .. code-block:: text
 
@@ -13,13 +13,15 @@
        · TooManyRequests                429   RESOURCE_EXHAUSTED   yes, after a pause
      x ServiceUnavailable               503   UNAVAILABLE          yes, after a pause
        · GenerationFailed               503   UNAVAILABLE          yes
+       · CoordinatorLost                503   UNAVAILABLE          the gateway resumes elsewhere first
      x DeadlineExceeded                 504   DEADLINE_EXCEEDED    with a longer deadline
      x WorkerError                      -     -                    handled inside the coordinator
        · DraftUnavailable               -     -                    target-only rounds until one is back
-       · TargetUnavailable              -     -                    fails the request with 503
+       · TargetUnavailable              -     -                    sequences move to another target
+       · TargetFailed                   -     -                    the sequence at fault fails with 503
      x ProtocolError                    500   INTERNAL             no: a stale or malformed message
        · StaleCache                     -     -                    coordinator re-prefills from the log
-     x KVCacheFull                      -     -                    sequence waits or runs without draft
+     x KVCacheFull                      -     -                    sequence waits, or runs without draft
      x InvariantViolation               500   INTERNAL             no: our bug
 
 Errors cross process boundaries pickled, so every class takes positional arguments and hands them to
@@ -111,6 +113,10 @@ class GenerationFailed(ServiceUnavailable):
     """A request that had started could not be completed."""
 
 
+class CoordinatorLost(ServiceUnavailable):
+    """A coordinator died or does not answer; what it had committed is known."""
+
+
 class DeadlineExceeded(SpecDecError):
     """The request's own deadline passed before it was finished."""
 
@@ -130,6 +136,10 @@ class DraftUnavailable(WorkerError):
 
 class TargetUnavailable(WorkerError):
     """The target worker died or missed its deadline."""
+
+
+class TargetFailed(WorkerError):
+    """The target worker lives, but a call failed in it."""
 
 
 class ProtocolError(SpecDecError):

@@ -97,8 +97,6 @@ class Lost:
 class ProposeReply:
     drafts: tuple[Draft, ...]
     lost: tuple[Lost, ...] = ()
-    compute_s: float = 0.0
-    """Seconds the worker spent on the call, queueing excluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +141,6 @@ class Verdict:
 class VerifyReply:
     verdicts: tuple[Verdict, ...]
     lost: tuple[Lost, ...] = ()
-    compute_s: float = 0.0
-    """Seconds the worker spent on the call, queueing excluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +197,7 @@ class CoordinatorStatus:
     num_speculative_tokens: int
     targets: tuple[WorkerStatus, ...]
     drafts: tuple[WorkerStatus, ...]
+    num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_output_tokens: int

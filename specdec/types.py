@@ -94,7 +94,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stop: StopCriteria
     max_draft_tokens: int | None = None
-    """The client's cap on draft tokens per round; 0 is plain decoding, None is the deployment's choice."""
+    """The client's cap on draft tokens per round; 0 is plain decoding, None leaves it to the deployment."""
     output_ids: tuple[int, ...] = ()
     """Tokens committed elsewhere before: generation goes on behind them."""
 

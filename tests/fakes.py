@@ -192,6 +192,7 @@ def _status(max_context: int) -> CoordinatorStatus:
         num_speculative_tokens=2,
         targets=(),
         drafts=(),
+        num_spec_steps=0,
         num_draft_tokens=0,
         num_accepted_draft_tokens=0,
         num_output_tokens=0,

@@ -222,11 +222,7 @@ def app_config(
         {
             "target": {"model": "toy-target"},
             "draft": {"model": "toy-draft"},
-            "speculation": {
-                "num_speculative_tokens": gamma,
-                "max_speculative_tokens": 32,
-                "draft_support": draft_support,
-            },
+            "speculation": {"num_speculative_tokens": gamma, "draft_support": draft_support},
             "coordinator": {
                 "max_num_seqs": max_num_seqs,
                 "max_waiting": 100_000,

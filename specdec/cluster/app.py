@@ -14,8 +14,8 @@ from specdec.cluster.router import ROUTER_PATH
 from specdec.config import parse_config
 from specdec.gateway.http import build_http_app
 
-_DEFAULTS: dict[str, Any] = {
-    # What a deployment file may override per deployment.
+DEPLOYMENT_DEFAULTS: dict[str, Any] = {
+    # A deployment file may override each of these per deployment.
     # Serve's default of 5 concurrent calls would starve streams and heartbeats; our own limits apply instead.
     "max_ongoing_requests": 1000,
     "health_check_period_s": 5.0,
@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
 }
 _PINNED = {
-    **_DEFAULTS,
+    **DEPLOYMENT_DEFAULTS,
     "request_router_config": RequestRouterConfig(request_router_class=ROUTER_PATH),
 }
 
@@ -49,4 +49,4 @@ def build_app(args: dict[str, object]) -> Application:
         config, target, draft
     )
     ingress = serve.ingress(build_http_app(current_service))(GatewayReplica)
-    return serve.deployment(ingress, name="Gateway", **_DEFAULTS).bind(config, coordinator)
+    return serve.deployment(ingress, name="Gateway", **DEPLOYMENT_DEFAULTS).bind(config, coordinator)

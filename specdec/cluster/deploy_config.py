@@ -76,9 +76,22 @@ def load_deploy_config(path: Path | str, overrides: Mapping[str, object] | None 
         raise ConfigError(f"{path}: {error}") from error
 
 
-def default_deploy_config(overrides: Mapping[str, object] | None = None) -> DeployConfig:
-    """The embedded pair on this machine, with overrides applied."""
-    return parse_deploy_config(DEFAULT_DEPLOYMENT, overrides)
+def default_deploy_config(
+    overrides: Mapping[str, object] | None = None, *, num_gpus: int = 0
+) -> DeployConfig:
+    """The embedded pair on this machine, with overrides applied.
+
+    Args:
+        overrides: see :func:`apply_overrides`.
+        num_gpus: GPUs of this machine: draft and target get one each, or share the only one.
+    """
+    tree = copy.deepcopy(DEFAULT_DEPLOYMENT)
+    if num_gpus > 0:
+        options = {"num_cpus": 0, "num_gpus": 1 if num_gpus > 1 else 0.5}
+        tree["applications"][0]["deployments"] = [
+            {"name": name, "ray_actor_options": options} for name in ("DraftWorker", "TargetWorker")
+        ]
+    return parse_deploy_config(tree, overrides)
 
 
 def parse_deploy_config(values: object, overrides: Mapping[str, object] | None = None) -> DeployConfig:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.handles import ServeDirectory
-from specdec.config import AppConfig
+from specdec.config import AppConfig, ModelConfig
 from specdec.coordinator.coordinator import Coordinator
+from specdec.errors import WorkerError
 from specdec.messages import (
     CoordinatorStatus,
     Heartbeat,
@@ -28,17 +30,59 @@ from specdec.messages import (
 )
 from specdec.types import GenerationRequest, SequenceId
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    # The engine imports torch, which only worker processes should pay for.
+    from specdec.engine.worker import DraftWorker, TargetWorker
 
 
-def _identity() -> tuple[str, str]:
-    """This replica's unique id and its node's id."""
-    replica_id = serve.get_replica_context().replica_id.unique_id
-    return replica_id, ray.get_runtime_context().get_node_id()
+HANG_FACTOR = 2.0
+"""A model call this many times longer than the target's deadline counts as hung."""
 
 
-class DraftWorkerReplica:
+def set_up_process() -> tuple[str, str]:
+    """Send our log to the replica's own file; returns the replica's unique id and its node's id."""
+    serve_logger, our_logger = logging.getLogger("ray.serve"), logging.getLogger("specdec")
+    our_logger.setLevel(logging.INFO)
+    our_logger.handlers = list(serve_logger.handlers)
+    our_logger.propagate = False
+    return serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+
+
+def _on_assigned_device(model: ModelConfig) -> ModelConfig:
+    """Resolve ``auto``: Ray leaves every GPU visible to an actor that it assigned none."""
+    if model.device != "auto":
+        return model
+    gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return model.model_copy(update={"device": "cuda:0" if gpu_ids else "cpu"})
+
+
+class _WorkerReplica:
+    """What draft and target replicas share."""
+
+    _worker: DraftWorker | TargetWorker
+    _hang_limit_s: float
+
+    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        await self._worker.release(sequence_ids)
+
+    async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
+        return await self._worker.heartbeat(heartbeat)
+
+    async def check_health(self) -> None:
+        """Let Serve replace a worker whose model hangs: the process answers, but no round ever will.
+
+        Raises:
+            WorkerError: the model thread has been at one call for longer than any deadline.
+        """
+        busy_s = self._worker.busy_s()
+        if busy_s > self._hang_limit_s:
+            raise WorkerError(f"the model has been busy with one call for {busy_s:.0f} s")
+
+
+class DraftWorkerReplica(_WorkerReplica):
     """Draft model and its KV cache."""
+
+    _worker: DraftWorker
 
     def __init__(self, config: AppConfig) -> None:
         from specdec.engine.drafting import DraftEngine
@@ -46,25 +90,24 @@ class DraftWorkerReplica:
         from specdec.engine.worker import DraftWorker
         from specdec.models import check_pair
 
+        worker_id, node_id = set_up_process()
         assert config.draft is not None
         pair = check_pair(config.target.model, config.draft.model)
-        runner = load_runner(config.draft, vocab_size=pair.vocab_size, max_context=pair.draft_context)
+        runner = load_runner(
+            _on_assigned_device(config.draft), vocab_size=pair.vocab_size, max_context=pair.draft_context
+        )
         engine = DraftEngine(runner, config.speculation.draft_support)
-        worker_id, node_id = _identity()
         self._worker = DraftWorker(engine, worker_id=worker_id, model=config.draft.model, node_id=node_id)
+        self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         return await self._worker.propose(request)
 
-    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        await self._worker.release(sequence_ids)
 
-    async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
-        return await self._worker.heartbeat(heartbeat)
-
-
-class TargetWorkerReplica:
+class TargetWorkerReplica(_WorkerReplica):
     """Target model and its KV cache."""
+
+    _worker: TargetWorker
 
     def __init__(self, config: AppConfig) -> None:
         from specdec.engine.loading import load_runner
@@ -72,20 +115,17 @@ class TargetWorkerReplica:
         from specdec.engine.worker import TargetWorker
         from specdec.models import model_info
 
+        worker_id, node_id = set_up_process()
         info = model_info(config.target.model)
-        runner = load_runner(config.target, vocab_size=info.vocab_size, max_context=info.max_context)
+        runner = load_runner(
+            _on_assigned_device(config.target), vocab_size=info.vocab_size, max_context=info.max_context
+        )
         engine = TargetEngine(runner)
-        worker_id, node_id = _identity()
         self._worker = TargetWorker(engine, worker_id=worker_id, model=config.target.model, node_id=node_id)
+        self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         return await self._worker.verify(request)
-
-    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        await self._worker.release(sequence_ids)
-
-    async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
-        return await self._worker.heartbeat(heartbeat)
 
 
 class CoordinatorReplica:
@@ -94,7 +134,7 @@ class CoordinatorReplica:
     def __init__(
         self, config: AppConfig, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None
     ) -> None:
-        coordinator_id, _ = _identity()
+        coordinator_id, _ = set_up_process()
         self._coordinator = Coordinator(config, ServeDirectory(target, draft), coordinator_id)
 
     async def check_health(self) -> None:
@@ -112,5 +152,6 @@ class CoordinatorReplica:
         await self._coordinator.cancel(sequence_ids)
 
     async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
-        async for update in self._coordinator.updates(gateway_id):
-            yield update
+        async with aclosing(self._coordinator.updates(gateway_id)) as updates:
+            async for update in updates:
+                yield update

@@ -12,10 +12,14 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.backend import ServeBackend
+from specdec.cluster.deployments import set_up_process
 from specdec.config import AppConfig
 from specdec.gateway.grpc_server import GrpcServer, start_grpc_server
 from specdec.gateway.service import GenerationService
 from specdec.models import load_tokenizer, model_info
+
+GRPC_DRAIN_S = 30.0
+"""Calls still running this long after the replica was told to stop are cancelled."""
 
 _service: GenerationService | None = None
 
@@ -29,8 +33,9 @@ class GatewayReplica:
     """Stateless but for the streams it serves; any number of replicas."""
 
     def __init__(self, config: AppConfig, coordinators: DeploymentHandle[Any]) -> None:
+        set_up_process()
         self._config = config
-        self._backend = ServeBackend(coordinators, config.coordinator.poll_interval_s)
+        self._backend = ServeBackend(coordinators, config.coordinator)
         self._tokenizer = load_tokenizer(config.target.model)
         self._model_info = model_info(config.target.model)
         self._grpc: GrpcServer | None = None
@@ -38,10 +43,16 @@ class GatewayReplica:
     async def check_health(self) -> None:
         """Serve calls this once before the replica takes requests: the place to start what needs its loop."""
         global _service
-        if _service is not None:
+        if self._grpc is not None:
             return
-        self._backend.start()
-        _service = GenerationService(
+        service = GenerationService(
             self._backend, self._tokenizer, self._config, self._model_info, created=int(time.time())
         )
-        self._grpc = await start_grpc_server(_service, self._config.gateway, _service.is_ready)
+        self._grpc = await start_grpc_server(service, self._config.gateway, service.is_ready)
+        self._backend.start()
+        _service = service
+
+    async def __del__(self) -> None:
+        """Let gRPC calls end. Serve awaits this at the end of a drain, but counts HTTP requests only."""
+        if self._grpc is not None:
+            await self._grpc.stop(GRPC_DRAIN_S)

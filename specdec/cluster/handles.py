@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from specdec.cluster.registry import known_replicas
+from specdec.cluster.registry import ReplicaGone, known_replicas
 from specdec.coordinator.handles import Fleet
-from specdec.errors import DraftUnavailable, ServiceUnavailable, SpecDecError, TargetUnavailable, WorkerError
+from specdec.errors import (
+    CoordinatorLost,
+    DraftUnavailable,
+    SpecDecError,
+    TargetFailed,
+    TargetUnavailable,
+    WorkerError,
+)
 from specdec.messages import (
     CoordinatorStatus,
     Heartbeat,
@@ -31,6 +39,13 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 2.0
 """Heartbeats and releases: answered without the model, so this is generous."""
+GONE_CHECK_S = 0.25
+GONE_GRACE_S = 0.5
+"""A replica that is shutting down may still answer a call it has; it is given this long."""
+
+
+class CallFailed(WorkerError):
+    """The replica lives, but a method raised something unforeseen."""
 
 
 class PinnedReplica:
@@ -44,20 +59,24 @@ class PinnedReplica:
         """Call a method on the replica.
 
         Raises:
-            WorkerError: it is gone, failed, or did not answer in time.
-            SpecDecError: what the method itself raised.
+            WorkerError: it is gone or did not answer in time.
+            CallFailed: it lives, but the method raised something unforeseen.
+            SpecDecError: what the method raised on purpose.
         """
-        response = _detached_call(self._handle, method, *args)
+        if not self._is_listed():
+            raise ReplicaGone(f"{self._name} does not run any more")
+        task = asyncio.ensure_future(_answer_of(_detached_call(self._handle, method, *args)))
         try:
-            return await asyncio.wait_for(response, timeout_s)
-        except TimeoutError:
-            raise WorkerError(
-                f"replica {self.replica_id}: no answer to {method} in {timeout_s:g} s"
-            ) from None
+            await self._wait_for(task, method, timeout_s)
+            return task.result()
         except SpecDecError:
             raise
+        except RayTaskError as error:
+            raise CallFailed(f"{self._name}: {method} failed: {_last_line(error)}") from error
         except (RayError, RayServeException) as error:
-            raise WorkerError(f"replica {self.replica_id}: {method} failed: {_first_line(error)}") from error
+            raise WorkerError(f"{self._name}: {method} failed: {_last_line(error)}") from error
+        finally:
+            task.cancel()
 
     async def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
         """Iterate over what a generator method yields; closing this cancels it on the replica."""
@@ -67,6 +86,32 @@ class PinnedReplica:
                 yield item
         finally:
             response.cancel()
+
+    async def _wait_for(self, task: asyncio.Future[Any], method: str, timeout_s: float) -> None:
+        """Until the answer, the deadline, or the news that the replica is gone.
+
+        Serve lets a call to the last replica of a deployment wait for the next one when it dies in between.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        gone_at_s: float | None = None
+        while not task.done():
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise WorkerError(f"{self._name}: no answer to {method} in {timeout_s:g} s")
+            await asyncio.wait({task}, timeout=min(remaining_s, GONE_CHECK_S))
+            if self._is_listed():
+                gone_at_s = None
+                continue
+            gone_at_s = gone_at_s or time.monotonic()
+            if time.monotonic() - gone_at_s > GONE_GRACE_S:
+                raise ReplicaGone(f"{self._name} does not run any more")
+
+    def _is_listed(self) -> bool:
+        return self.replica_id in known_replicas(self._handle.app_name, self._handle.deployment_name)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._handle.deployment_name} replica {self.replica_id}"
 
 
 def _detached_call(handle: DeploymentHandle[Any], method: str, *args: object) -> Any:
@@ -79,7 +124,15 @@ def _detached_call(handle: DeploymentHandle[Any], method: str, *args: object) ->
     return contextvars.Context().run(getattr(handle, method).remote, *args)
 
 
-def _first_line(error: BaseException) -> str:
+async def _answer_of(response: Any) -> Any:
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+def _last_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
@@ -117,8 +170,12 @@ class ServeTargetHandle(_ServeWorkerHandle):
     async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
         try:
             return cast("VerifyReply", await self._replica.call("verify", request, timeout_s=timeout_s))
-        except SpecDecError as error:
+        except CallFailed as error:
+            raise TargetFailed(error.message) from error
+        except WorkerError as error:
             raise TargetUnavailable(error.message) from error
+        except SpecDecError as error:
+            raise TargetFailed(error.message) from error
 
 
 class ReplicaSet:
@@ -156,7 +213,7 @@ class ReplicaSet:
             try:
                 await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
             except (TimeoutError, RayError, RayServeException) as error:
-                logger.debug("no %s replica yet: %s", self._handle.deployment_name, _first_line(error))
+                logger.debug("no %s replica yet: %s", self._handle.deployment_name, _last_line(error))
         return self.current()
 
 
@@ -190,7 +247,7 @@ class ServeCoordinatorPort:
         """See `Coordinator.submit`.
 
         Raises:
-            ServiceUnavailable: the coordinator did not answer.
+            CoordinatorLost: the coordinator did not answer.
         """
         await self._call("submit", gateway_id, request)
 
@@ -207,4 +264,4 @@ class ServeCoordinatorPort:
         try:
             return await self._replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
         except WorkerError as error:
-            raise ServiceUnavailable(f"the coordinator is not available: {error}") from error
+            raise CoordinatorLost(f"the coordinator is not available: {error}") from error

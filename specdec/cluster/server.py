@@ -40,13 +40,13 @@ class RunningServer:
     @property
     def http_url(self) -> str:
         options = self._config.schema.http_options
-        host = "127.0.0.1" if options.host in ("0.0.0.0", "") else options.host
-        return f"http://{host}:{options.port}"
+        prefix = (self._config.schema.applications[0].route_prefix or "").rstrip("/")
+        return f"http://{_reachable(options.host)}:{options.port}{prefix}"
 
     @property
     def grpc_address(self) -> str:
         gateway = self._config.app.gateway
-        return f"{gateway.grpc_host}:{gateway.grpc_port}"
+        return f"{_reachable(gateway.grpc_host)}:{gateway.grpc_port}"
 
     def __enter__(self) -> RunningServer:
         if self._address is None:
@@ -84,6 +84,13 @@ class RunningServer:
 
     def _deploy(self) -> None:
         schema = self._config.schema
+        others = sorted(set(serve.status().applications) - {self._app_name}) if self._address else []
+        if others:
+            # Serve takes a file for the whole cluster and would remove what it does not name.
+            raise ConfigError(
+                f"this cluster serves other applications ({', '.join(others)}); "
+                "use `serve deploy` with one file that names them all"
+            )
         serve.start(
             proxy_location=schema.proxy_location,
             http_options=schema.http_options.model_dump(),
@@ -131,6 +138,13 @@ class RunningServer:
             return httpx.get(f"{self.http_url}/health", timeout=2.0).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+def _reachable(host: str) -> str:
+    """The host as a client on this machine writes it."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _start_ray(address: str | None) -> None:

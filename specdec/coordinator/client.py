@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from specdec.errors import GenerationFailed, SpecDecError
+from specdec.errors import CoordinatorLost, GenerationFailed, SpecDecError
 from specdec.messages import CoordinatorStatus, RoundUpdate
 from specdec.types import GenerationRequest, SequenceId, TokenChunk
 
@@ -52,6 +52,11 @@ class CoordinatorClient:
     def is_connected(self) -> bool:
         """False once the stream of updates has ended."""
         return not self._listener.done()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it takes requests: connected, and the last poll was answered."""
+        return self.is_connected and self.status is not None
 
     @property
     def num_requests(self) -> int:
@@ -110,7 +115,7 @@ class CoordinatorClient:
                 queue.put_nowait(chunk)
 
     async def _listen(self) -> None:
-        error = GenerationFailed("the coordinator serving this request was lost; please retry")
+        error = CoordinatorLost("the coordinator serving this request was lost; please retry")
         try:
             async with aclosing(self._port.updates(self._gateway_id)) as updates:
                 async for update in updates:
@@ -120,5 +125,6 @@ class CoordinatorClient:
         except Exception as cause:
             logger.warning("stream of updates ended: %s", cause)
         finally:
+            # However the stream ended, nobody waits for chunks that cannot come.
             for queue in self._queues.values():
                 queue.put_nowait(error)

@@ -72,7 +72,7 @@ class Coordinator:
         self._clock = clock
         self._policy = FixedGamma(config.num_speculative_tokens)
         self._lanes: dict[WorkerId, Lane] = {}
-        self._fleet = Fleet(targets=(), drafts=())
+        self._drafts: dict[WorkerId, DraftHandle] = {}
         self._missed: dict[WorkerId, int] = {}
         self._quarantine = Quarantine(config.coordinator.draft_timeout_s, clock)
         self._tickets: dict[SequenceId, _Ticket] = {}
@@ -108,7 +108,8 @@ class Coordinator:
             return
         state = SequenceState(request)
         self._check_context(state)
-        if len(self._waiting) >= self._config.coordinator.max_waiting and not self._find_lane(state):
+        can_start = not self._waiting and self._find_lane(state) is not None
+        if not can_start and len(self._waiting) >= self._config.coordinator.max_waiting:
             raise TooManyRequests(f"{len(self._waiting)} requests are waiting already; retry later")
         self._hear(gateway_id)
         self._tickets[request.sequence_id] = _Ticket(state, gateway_id, self._clock())
@@ -153,7 +154,8 @@ class Coordinator:
             max_context=min((status.max_context for status in targets), default=0),
             num_speculative_tokens=self._config.num_speculative_tokens,
             targets=targets,
-            drafts=tuple(draft.status for draft in self._fleet.drafts),
+            drafts=tuple(draft.status for draft in self._drafts.values()),
+            num_spec_steps=self._totals.num_spec_steps,
             num_draft_tokens=self._totals.num_draft_tokens,
             num_accepted_draft_tokens=self._totals.num_accepted_draft_tokens,
             num_output_tokens=self._totals.num_output_tokens,
@@ -172,7 +174,11 @@ class Coordinator:
     def _find_lane(self, state: SequenceState) -> Lane | None:
         """The lane with the fewest sequences among those with room."""
         lanes = [lane for lane in self._lanes.values() if lane.has_room_for(state)]
-        return min(lanes, key=lambda lane: len(lane.sequences), default=None)
+        return min(lanes, key=lambda lane: (self._is_silent(lane), len(lane.sequences)), default=None)
+
+    def _is_silent(self, lane: Lane) -> bool:
+        """Whether the lane's target has not answered the last poll."""
+        return self._missed.get(lane.target.status.worker_id, MISSED_POLLS) > 0
 
     def _dispatch(self) -> None:
         """Give waiting sequences to lanes, first come first served."""
@@ -215,7 +221,7 @@ class Coordinator:
 
     def _fail(self, sequence_id: SequenceId, error: str) -> None:
         ticket = self._tickets.pop(sequence_id)
-        self._deliver(ticket.gateway_id, failed_chunk(ticket.state, error))
+        self._deliver(ticket.gateway_id, failed_chunk(sequence_id, error))
 
     # Workers --------------------------------------------------------------------------------------------
 
@@ -229,18 +235,18 @@ class Coordinator:
 
     async def _poll_once(self) -> None:
         heartbeat = Heartbeat(owner=self._id, live=frozenset(self._tickets))
-        self._fleet = await self._directory.poll(heartbeat)
-        self._count_missed()
-        self._update_lanes(self._fleet.targets)
-        self._assign_drafts(self._fleet.drafts)
+        fleet = await self._directory.poll(heartbeat)
+        self._count_missed(fleet)
+        self._update_lanes(fleet.targets)
+        self._update_drafts(fleet.drafts)
         self._drop_expired()
         self._dispatch()
 
-    def _count_missed(self) -> None:
-        seen = {handle.status.worker_id for handle in (*self._fleet.targets, *self._fleet.drafts)}
+    def _count_missed(self, fleet: Fleet) -> None:
+        seen = {handle.status.worker_id for handle in (*fleet.targets, *fleet.drafts)}
         known = seen | set(self._missed)
         counts = {worker_id: 0 if worker_id in seen else self._missed[worker_id] + 1 for worker_id in known}
-        self._missed = {worker_id: n for worker_id, n in counts.items() if n <= MISSED_POLLS}
+        self._missed = {worker_id: n for worker_id, n in counts.items() if n < MISSED_POLLS}
 
     def _update_lanes(self, targets: Sequence[TargetHandle]) -> None:
         for target in targets:
@@ -264,6 +270,7 @@ class Coordinator:
             on_chunks=self._on_chunks,
             on_draft_lost=self._quarantine.add,
             on_target_lost=self._on_target_lost,
+            clock=self._clock,
         )
 
     def _on_target_lost(self, lane: Lane, states: Sequence[SequenceState]) -> None:
@@ -275,7 +282,7 @@ class Coordinator:
             ticket = self._tickets.get(state.sequence_id)
             if ticket is None:
                 continue
-            state.restart_workers()
+            state.leave_workers()
             ticket.num_moves += 1
             if ticket.num_moves > self._config.coordinator.max_moves:
                 self._fail(state.sequence_id, "the target worker was lost too often; please retry")
@@ -285,23 +292,24 @@ class Coordinator:
             self._waiting.appendleft(state.sequence_id)
         self._dispatch()
 
-    def _assign_drafts(self, drafts: Sequence[DraftHandle]) -> None:
-        """Give every lane without a draft the one that serves the fewest lanes."""
-        usable = {
-            handle.status.worker_id: handle
-            for handle in drafts
-            if not self._quarantine.holds(handle.status.worker_id)
-        }
-        load = dict.fromkeys(usable, 0)
-        for lane in self._lanes.values():
-            if lane.draft and lane.draft.status.worker_id in load:
-                load[lane.draft.status.worker_id] += 1
-        for lane in self._lanes.values():
-            if lane.draft is None and load:
-                worker_id = min(load, key=lambda candidate: load[candidate])
-                load[worker_id] += 1
-                logger.info("draft %s attached to target %s", worker_id, lane.target.status.worker_id)
-                lane.attach_draft(usable[worker_id])
+    def _update_drafts(self, answered: Sequence[DraftHandle]) -> None:
+        """Share the draft workers out over the lanes: several to a lane, or several lanes to one.
+
+        Which goes where depends on the two sets of ids alone, so nothing moves while they stay the same.
+        """
+        known = {**self._drafts, **{draft.status.worker_id: draft for draft in answered}}
+        self._drafts = {worker_id: draft for worker_id, draft in known.items() if worker_id in self._missed}
+        usable = [
+            self._drafts[worker_id]
+            for worker_id in sorted(self._drafts)
+            if not self._quarantine.holds(worker_id)
+        ]
+        lanes = [self._lanes[worker_id] for worker_id in sorted(self._lanes)]
+        for idx, lane in enumerate(lanes):
+            if len(usable) > len(lanes):
+                lane.set_drafts(usable[idx :: len(lanes)])
+            else:
+                lane.set_drafts([usable[idx % len(usable)]] if usable else [])
 
     def _drop_expired(self) -> None:
         """End what has waited too long: for a target, or for a gateway that no longer listens."""
@@ -327,12 +335,14 @@ class Coordinator:
 class _Totals:
     """Counters since the start, for status."""
 
+    num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_output_tokens: int = 0
     num_sequence_rounds: int = 0
 
     def add(self, chunk: TokenChunk) -> None:
+        self.num_spec_steps += bool(chunk.num_drafted)
         self.num_draft_tokens += chunk.num_drafted
         self.num_accepted_draft_tokens += chunk.num_accepted
         self.num_output_tokens += len(chunk.token_ids)

@@ -38,7 +38,8 @@ class TargetHandle(WorkerHandle, Protocol):
         """One verify call.
 
         Raises:
-            TargetUnavailable: the worker died, failed, or did not answer within ``timeout_s``.
+            TargetUnavailable: the worker died or did not answer within ``timeout_s``.
+            TargetFailed: it lives, but the call failed in it.
         """
         ...
 

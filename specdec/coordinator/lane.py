@@ -1,19 +1,31 @@
-"""A lane: one target worker, at most one draft worker, and the sequences they decode together.
+"""A lane: one target worker, any number of draft workers, and the sequences they decode together.
 
-Each round is one propose call and one verify call for all of them. Sequences join and leave between rounds
-(continuous batching). The draft is optional at every moment: without one, rounds are target-only.
+Each round is one propose call per draft worker and one verify call, for all sequences. Sequences join and
+leave between rounds (continuous batching). Drafts are optional at every moment: without one, rounds are
+target-only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from specdec.config import CoordinatorConfig
 from specdec.coordinator.handles import DraftHandle, TargetHandle, WorkerHandle
-from specdec.errors import DraftUnavailable, TargetUnavailable
-from specdec.messages import Draft, ProposeItem, ProposeRequest, VerifyItem, VerifyReply, VerifyRequest
+from specdec.errors import DraftUnavailable, TargetFailed, TargetUnavailable
+from specdec.messages import (
+    Draft,
+    Lost,
+    ProposeItem,
+    ProposeReply,
+    ProposeRequest,
+    VerifyItem,
+    VerifyReply,
+    VerifyRequest,
+)
 from specdec.speculation.policy import GammaPolicy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import SequenceId, TokenChunk, WorkerId
@@ -22,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
 """A sequence whose cache is lost more often than this without a token in between fails."""
+RESERVED_OUTPUT_TOKENS = 512
+"""KV room kept for what a new sequence may still say; one that says more may have to wait in mid-stream."""
+MEMORY_RETRY_S = 0.2
+"""Pause of a sequence that found the target's KV cache full."""
 
 
 class Lane:
@@ -35,6 +51,7 @@ class Lane:
         on_chunks: takes what each round committed.
         on_draft_lost: told the id of a draft worker that died or missed its deadline.
         on_target_lost: takes the lane and the sequences it can no longer serve.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -47,19 +64,21 @@ class Lane:
         on_chunks: Callable[[Sequence[TokenChunk]], None],
         on_draft_lost: Callable[[WorkerId], None],
         on_target_lost: Callable[[Lane, Sequence[SequenceState]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.target = target
-        self.draft: DraftHandle | None = None
         self._owner = owner
         self._config = config
         self._policy = policy
         self._on_chunks = on_chunks
         self._on_draft_lost = on_draft_lost
         self._on_target_lost = on_target_lost
+        self._clock = clock
+        self._drafts: dict[WorkerId, DraftHandle] = {}
         self._running: dict[SequenceId, SequenceState] = {}
         self._joining: list[SequenceState] = []
         self._leaving: set[SequenceId] = set()
-        self._next_draft: DraftHandle | None = None
+        self._paused_until_s: dict[SequenceId, float] = {}
         self._wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -68,14 +87,15 @@ class Lane:
 
     @property
     def sequences(self) -> list[SequenceState]:
-        return [*self._running.values(), *self._joining]
+        members = [*self._running.values(), *self._joining]
+        return [state for state in members if state.sequence_id not in self._leaving]
 
     def has_room_for(self, state: SequenceState) -> bool:
-        """Whether the sequence fits beside the others even if all of them grow to their caps."""
-        sequences = self.sequences
-        reserved = sum(other.max_total_tokens for other in sequences)
-        fits = reserved + state.max_total_tokens <= self.target.status.kv_capacity_tokens
-        return len(sequences) < self._config.max_num_seqs and fits
+        """Whether the sequence fits beside the others, with some room for all of them to grow."""
+        sequences = [*self.sequences, state]
+        reserved = sum(_expected_tokens(member) for member in sequences)
+        fits = reserved <= self.target.status.kv_capacity_tokens or len(sequences) == 1
+        return len(sequences) <= self._config.max_num_seqs and fits
 
     def add(self, state: SequenceState) -> None:
         self._joining.append(state)
@@ -86,10 +106,12 @@ class Lane:
         self._leaving.update(sequence_ids)
         self._wake.set()
 
-    def attach_draft(self, draft: DraftHandle) -> None:
-        """Draft with this worker from the next round on."""
-        self._next_draft = draft
-        self._wake.set()
+    def set_drafts(self, drafts: Sequence[DraftHandle]) -> None:
+        """Draft with these workers from now on; sequences of workers not among them move."""
+        self._drafts = {draft.status.worker_id: draft for draft in drafts}
+        for state in self.sequences:
+            if state.draft_id is not None and state.draft_id not in self._drafts:
+                state.leave_draft()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -110,133 +132,197 @@ class Lane:
                     await self._wake.wait()
         except TargetUnavailable as error:
             logger.warning("target %s lost: %s", self.target.status.worker_id, error)
-            self._release(self.draft, list(self._running))
-            self._on_target_lost(self, self._abandon())
+            self._abandon()
         except Exception:
             # A bug must not leave clients waiting: hand the sequences back and say what happened.
             logger.exception("lane of target %s failed", self.target.status.worker_id)
-            self._on_target_lost(self, self._abandon())
+            self._abandon()
 
-    def _abandon(self) -> list[SequenceState]:
-        states = [state for state in self.sequences if state.sequence_id not in self._leaving]
+    def _abandon(self) -> None:
+        states = self.sequences
+        self._release_from_drafts(states)
         self._running.clear()
         self._joining.clear()
-        return states
+        self._on_target_lost(self, states)
 
     def _change_members(self) -> None:
-        if self._next_draft is not None:
-            self.draft, self._next_draft = self._next_draft, None
         for state in self._joining:
             self._running[state.sequence_id] = state
         self._joining.clear()
-        left = [sequence_id for sequence_id in self._leaving if self._running.pop(sequence_id, None)]
+        leaving = [
+            self._running[sequence_id] for sequence_id in self._leaving if sequence_id in self._running
+        ]
         self._leaving.clear()
-        self._release_everywhere(left)
+        self._drop(leaving)
 
     async def _round(self) -> None:
         drafts = await self._propose()
         items = self._verify_items(drafts)
-        request = VerifyRequest(owner=self._owner, items=tuple(items.values()))
-        reply = await self.target.verify(request, self._config.target_timeout_s)
-        self._commit(items, reply)
+        if not items:
+            await asyncio.sleep(MEMORY_RETRY_S / 4)  # everyone waits for memory
+            return
+        try:
+            replies = [await self._verify(list(items.values()))]
+        except TargetFailed as error:
+            logger.warning("target %s failed, one by one now: %s", self.target.status.worker_id, error)
+            replies = await self._verify_one_by_one(items)
+        self._commit(items, replies)
+
+    async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
+        request = VerifyRequest(owner=self._owner, items=tuple(items))
+        return await self.target.verify(request, self._config.target_timeout_s)
+
+    async def _verify_one_by_one(self, items: dict[SequenceId, VerifyItem]) -> list[VerifyReply]:
+        """The worker lives but a call failed in it: find the sequence at fault, serve the others."""
+        replies: list[VerifyReply] = []
+        for item in items.values():
+            try:
+                replies.append(await self._verify([item]))
+            except TargetFailed as error:
+                logger.error("sequence %s cannot be verified: %s", item.feed.sequence_id, error)
+                self._end([failed_chunk(item.feed.sequence_id, "the target could not process this sequence")])
+        return replies
+
+    # Drafting -------------------------------------------------------------------------------------------
 
     async def _propose(self) -> dict[SequenceId, Draft]:
-        """Ask the draft for a block per decoding sequence; nothing when there is no draft to ask."""
-        if self.draft is None:
-            return {}
-        items = self._propose_items(self.draft)
-        if not items:
-            return {}
-        request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
-        try:
-            reply = await self.draft.propose(request, self._config.draft_timeout_s)
-        except DraftUnavailable as error:
-            self._drop_draft(error)
-            return {}
-        for lost in reply.lost:
-            if state := self._running.get(lost.sequence_id):
-                logger.info("draft lost %s: %s", lost.sequence_id, lost.reason)
-                state.on_lost(state.draft, lost)
+        """Ask every draft worker for a block per decoding sequence of its; {} when there is none to ask."""
+        calls = self._propose_items()
+        replies = await asyncio.gather(
+            *(self._propose_with(worker_id, items) for worker_id, items in calls.items())
+        )
         drafts: dict[SequenceId, Draft] = {}
-        for draft in reply.drafts:
-            sequence_id = draft.sequence_id
-            if accepted := self._running[sequence_id].on_proposed(items[sequence_id], draft):
-                drafts[sequence_id] = accepted
+        for items, reply in zip(calls.values(), replies, strict=True):
+            if reply is not None:
+                drafts |= self._take_drafts(items, reply)
         return drafts
 
-    def _propose_items(self, draft: DraftHandle) -> dict[SequenceId, ProposeItem]:
+    def _propose_items(self) -> dict[WorkerId, dict[SequenceId, ProposeItem]]:
         policy_gamma = self._policy.num_speculative_tokens(len(self._running))
-        draft_context = draft.status.max_context
-        budget = self._config.prefill_chunk_tokens
-        items: dict[SequenceId, ProposeItem] = {}
-        for state in self._running.values():
+        budget = Counter(dict.fromkeys(self._drafts, self._config.prefill_chunk_tokens))
+        load = Counter(state.draft_id for state in self._running.values())
+        calls: dict[WorkerId, dict[SequenceId, ProposeItem]] = {}
+        for state in self._running.values() if self._drafts else ():
+            if state.draft_id is None:
+                state.draft_id = min(self._drafts, key=lambda worker_id: load[worker_id])
+                load[state.draft_id] += 1
+            gamma = state.gamma(policy_gamma, self._drafts[state.draft_id].status.max_context)
             # The prompt goes to the target first: the draft catches up once there is something to draft for.
-            gamma = state.gamma(policy_gamma, draft_context)
-            if gamma == 0 or state.num_prefill_tokens > 0 or budget <= 0:
+            if gamma == 0 or state.num_prefill_tokens > 0 or budget[state.draft_id] <= 0:
                 continue
-            item = state.propose_item(gamma, budget)
-            items[state.sequence_id] = item
-            budget -= len(item.feed.token_ids)
-        return items
+            item = state.propose_item(gamma, budget[state.draft_id])
+            calls.setdefault(state.draft_id, {})[state.sequence_id] = item
+            budget[state.draft_id] -= len(item.feed.token_ids)
+        return calls
+
+    async def _propose_with(
+        self, worker_id: WorkerId, items: dict[SequenceId, ProposeItem]
+    ) -> ProposeReply | None:
+        draft = self._drafts[worker_id]
+        try:
+            request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
+            return await draft.propose(request, self._config.draft_timeout_s)
+        except DraftUnavailable as error:
+            logger.warning("draft %s lost: %s", worker_id, error)
+            self._drop_draft(draft)
+            return None
+
+    def _take_drafts(
+        self, items: dict[SequenceId, ProposeItem], reply: ProposeReply
+    ) -> dict[SequenceId, Draft]:
+        for lost in reply.lost:
+            logger.info("draft lost %s: %s", lost.sequence_id, lost.reason)
+            self._running[lost.sequence_id].on_draft_lost(lost)
+        taken = {
+            draft.sequence_id: self._running[draft.sequence_id].on_proposed(items[draft.sequence_id], draft)
+            for draft in reply.drafts
+        }
+        return {sequence_id: draft for sequence_id, draft in taken.items() if draft is not None}
+
+    def _drop_draft(self, draft: DraftHandle) -> None:
+        """Go on without this draft worker; its sequences will be fed to another one from the log."""
+        worker_id = draft.status.worker_id
+        members = [state for state in self._running.values() if state.draft_id == worker_id]
+        self._release(draft, [state.sequence_id for state in members])
+        for state in members:
+            state.leave_draft()
+        self._drafts.pop(worker_id, None)
+        self._on_draft_lost(worker_id)
+
+    # Verifying ------------------------------------------------------------------------------------------
 
     def _verify_items(self, drafts: dict[SequenceId, Draft]) -> dict[SequenceId, VerifyItem]:
         budget = self._config.prefill_chunk_tokens
+        now_s = self._clock()
         items: dict[SequenceId, VerifyItem] = {}
-        for state in self._running.values():
+        for sequence_id, state in self._running.items():
+            if self._paused_until_s.get(sequence_id, 0.0) > now_s:
+                continue
             if state.num_prefill_tokens == 0:
-                draft = drafts.get(state.sequence_id)
-                items[state.sequence_id] = state.verify_item(draft, self._config.prefill_chunk_tokens)
+                draft = drafts.get(sequence_id)
+                items[sequence_id] = state.verify_item(draft, self._config.prefill_chunk_tokens)
             elif budget > 0:
-                item = state.verify_item(None, budget)
-                items[state.sequence_id] = item
-                budget -= len(item.feed.token_ids)
+                items[sequence_id] = state.verify_item(None, budget)
+                budget -= len(items[sequence_id].feed.token_ids)
         return items
 
-    def _commit(self, items: dict[SequenceId, VerifyItem], reply: VerifyReply) -> None:
+    def _commit(self, items: dict[SequenceId, VerifyItem], replies: Sequence[VerifyReply]) -> None:
         chunks: list[TokenChunk] = []
         for item in items.values():
-            if item.num_rows == 0:
+            if item.num_rows == 0 and item.feed.sequence_id in self._running:
                 self._running[item.feed.sequence_id].on_prefilled(item)
-        for lost in reply.lost:
-            state = self._running[lost.sequence_id]
-            logger.warning("target lost %s: %s", lost.sequence_id, lost.reason)
-            state.on_lost(state.target, lost)
-            if lost.out_of_memory or state.target.num_losses > MAX_LOSSES:
-                chunks.append(failed_chunk(state, "the KV cache of this sequence was lost"))
-        for verdict in reply.verdicts:
+        for lost in (lost for reply in replies for lost in reply.lost):
+            chunks += self._on_lost(self._running[lost.sequence_id], lost)
+        for verdict in (verdict for reply in replies for verdict in reply.verdicts):
             state = self._running[verdict.sequence_id]
             if chunk := state.on_verdict(items[verdict.sequence_id].draft, verdict):
                 chunks.append(chunk)
+        self._end(chunks)
+
+    def _on_lost(self, state: SequenceState, lost: Lost) -> list[TokenChunk]:
+        """Start the sequence anew from its log; wait for memory if that was why, but do not try for ever."""
+        logger.warning("target lost %s: %s", lost.sequence_id, lost.reason)
+        state.on_target_lost(lost)
+        if lost.out_of_memory:
+            # It holds nothing while it waits, so the others can finish: no deadlock. The gateway's deadline
+            # bounds the wait.
+            self._paused_until_s[lost.sequence_id] = self._clock() + MEMORY_RETRY_S
+            state.target.num_losses = 0
+        if state.target.num_losses > MAX_LOSSES:
+            return [failed_chunk(lost.sequence_id, "the KV cache of this sequence was lost")]
+        return []
+
+    # Ends -----------------------------------------------------------------------------------------------
+
+    def _end(self, chunks: Sequence[TokenChunk]) -> None:
+        """Let go of sequences whose last chunk this is, then hand the chunks on."""
+        self._drop([self._running[chunk.sequence_id] for chunk in chunks if chunk.is_last])
         self._on_chunks(chunks)
-        ended = [chunk.sequence_id for chunk in chunks if chunk.is_last]
-        for sequence_id in ended:
-            del self._running[sequence_id]
-        self._release_everywhere(ended)
 
-    def _drop_draft(self, error: DraftUnavailable) -> None:
-        """Go on without a draft; every sequence will be fed to the next one from the log."""
-        assert self.draft is not None
-        logger.warning("draft %s lost, target-only rounds: %s", self.draft.status.worker_id, error)
-        lost, self.draft = self.draft, None
-        for state in self._running.values():
-            state.draft.restart()
-            state.draft.is_usable = True
-        self._release(lost, list(self._running))
-        self._on_draft_lost(lost.status.worker_id)
+    def _drop(self, states: Sequence[SequenceState]) -> None:
+        for state in states:
+            del self._running[state.sequence_id]
+            self._paused_until_s.pop(state.sequence_id, None)
+        self._release(self.target, [state.sequence_id for state in states])
+        self._release_from_drafts(states)
 
-    def _release_everywhere(self, sequence_ids: Sequence[SequenceId]) -> None:
-        self._release(self.target, sequence_ids)
-        self._release(self.draft, sequence_ids)
+    def _release_from_drafts(self, states: Sequence[SequenceState]) -> None:
+        for worker_id, draft in self._drafts.items():
+            self._release(draft, [state.sequence_id for state in states if state.draft_id == worker_id])
 
-    def _release(self, handle: WorkerHandle | None, sequence_ids: Sequence[SequenceId]) -> None:
+    def _release(self, handle: WorkerHandle, sequence_ids: Sequence[SequenceId]) -> None:
         """Off the critical path: the round does not wait for it."""
-        if handle is None or not sequence_ids:
+        if not sequence_ids:
             return
         task = asyncio.get_running_loop().create_task(handle.release(tuple(sequence_ids)))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
 
-def failed_chunk(state: SequenceState, error: str) -> TokenChunk:
+def _expected_tokens(state: SequenceState) -> int:
+    return min(state.max_total_tokens, len(state.log) + RESERVED_OUTPUT_TOKENS)
+
+
+def failed_chunk(sequence_id: SequenceId, error: str) -> TokenChunk:
     """The last chunk of a sequence that cannot go on."""
-    return TokenChunk(sequence_id=state.sequence_id, token_ids=(), error=error)
+    return TokenChunk(sequence_id=sequence_id, token_ids=(), error=error)

@@ -18,18 +18,22 @@ from specdec.engine.drafting import DraftEngine
 from specdec.engine.runner import Runner
 from specdec.engine.verifying import TargetEngine
 from specdec.engine.worker import DraftWorker, TargetWorker
-from specdec.errors import DraftUnavailable, TargetUnavailable, WorkerError
+from specdec.errors import DraftUnavailable, TargetFailed, TargetUnavailable, WorkerError
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
 from specdec.types import SequenceId
 
 Reply = TypeVar("Reply")
 
 
-async def _within(call: Awaitable[Reply], timeout_s: float, error_class: type[WorkerError]) -> Reply:
+async def _within(
+    call: Awaitable[Reply], timeout_s: float, late: type[WorkerError], failed: type[WorkerError]
+) -> Reply:
     try:
         return await asyncio.wait_for(call, timeout_s)
     except TimeoutError:
-        raise error_class(f"no answer within {timeout_s:g} s") from None
+        raise late(f"no answer within {timeout_s:g} s") from None
+    except Exception as error:
+        raise failed(f"{type(error).__name__}: {error}") from error
 
 
 class LocalDraftHandle:
@@ -43,7 +47,7 @@ class LocalDraftHandle:
         return self._worker.status()
 
     async def propose(self, request: ProposeRequest, timeout_s: float) -> ProposeReply:
-        return await _within(self._worker.propose(request), timeout_s, DraftUnavailable)
+        return await _within(self._worker.propose(request), timeout_s, DraftUnavailable, DraftUnavailable)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         await self._worker.release(sequence_ids)
@@ -60,7 +64,7 @@ class LocalTargetHandle:
         return self._worker.status()
 
     async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
-        return await _within(self._worker.verify(request), timeout_s, TargetUnavailable)
+        return await _within(self._worker.verify(request), timeout_s, TargetUnavailable, TargetFailed)
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         await self._worker.release(sequence_ids)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from specdec.types import WorkerId
 
 _MAX_PAUSE_S = 60.0
+_FORGIVEN_AFTER_S = 120.0
+"""A worker that has served this long since its last pause starts again with the first."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class Quarantine:
 
     def add(self, worker_id: WorkerId) -> None:
         previous = self._entries.get(worker_id)
+        if previous and self._clock() > previous.until_s + _FORGIVEN_AFTER_S:
+            previous = None
         pause_s = min(previous.pause_s * 2 if previous else self._first_pause_s, _MAX_PAUSE_S)
         self._entries[worker_id] = _Entry(self._clock() + pause_s, pause_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,7 +57,6 @@ class DraftEngine:
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """Apply every feed, then draft; sequences that cannot go on are reported as lost."""
-        started_s = time.perf_counter()
         lost: list[Lost] = []
         blocks = self._feed_all(request, lost)
         for block in blocks:
@@ -66,7 +64,6 @@ class DraftEngine:
         return ProposeReply(
             drafts=tuple(block.finished() for block in blocks),
             lost=tuple(lost),
-            compute_s=time.perf_counter() - started_s,
         )
 
     def _feed_all(self, request: ProposeRequest, lost: list[Lost]) -> list[_Block]:

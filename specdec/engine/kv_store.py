@@ -1,7 +1,7 @@
 """KV cache of all sequences: one growing buffer per sequence and layer, rollback by setting a length.
 
 Attention reads a sequence's keys and values as plain views of its buffers: nothing is gathered or copied. A
-buffer doubles when it is full, so appending costs O(1) amortised; rolling back moves nothing.
+full buffer grows by a quarter, so appending costs O(1) amortised; rolling back moves nothing.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def _write(
 
 
 def _grown(buffer: torch.Tensor | None, new: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    capacity = _MIN_CAPACITY if buffer is None else buffer.shape[1]
-    while capacity < end:
-        capacity *= 2
+    capacity = max(end + end // 4, _MIN_CAPACITY)
     grown = new.new_empty(new.shape[0], capacity, new.shape[2])
     if buffer is not None:
         grown[:, :start] = buffer[:, :start]

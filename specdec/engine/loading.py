@@ -46,7 +46,7 @@ def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> Mo
         ModelUnavailable: the files cannot be found or read.
         ConfigError: the device or architecture cannot serve.
     """
-    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     max_context = min(config.max_context or max_context, max_context, config.kv_capacity_tokens)
     model = load_model(
         resolve_model(config.model), config.dtype, choose_device(config.device), max_context=max_context

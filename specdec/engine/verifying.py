@@ -5,7 +5,6 @@ Prefill chunks ride in the same forward; they just ask for no rows.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +68,6 @@ class TargetEngine:
 
     def verify(self, request: VerifyRequest) -> VerifyReply:
         """Apply every feed and judge every draft; sequences that cannot go on are reported as lost."""
-        started_s = time.perf_counter()
         lost: list[Lost] = []
         items = []
         cases: list[_Case] = []
@@ -85,9 +83,7 @@ class TargetEngine:
                 num_rows += item.num_rows
         logits = self.runner.forward(items) if items else None
         verdicts = judge(logits, cases, self.runner.vocab_size) if logits is not None and cases else []
-        return VerifyReply(
-            verdicts=tuple(verdicts), lost=tuple(lost), compute_s=time.perf_counter() - started_s
-        )
+        return VerifyReply(verdicts=tuple(verdicts), lost=tuple(lost))
 
 
 def judge(logits: torch.Tensor, cases: list[_Case], vocab_size: int) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,14 +40,17 @@ class _Worker:
         # One thread: the engine and its KV cache need no locks, and calls run in the order they came.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.role}-model")
         self._load = self._measure()
+        self._started_s: float | None = None
 
     async def _on_model_thread(self, function: Callable[..., Result], *args: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function, *args)
 
     def _run(self, function: Callable[..., Result], *args: object) -> Result:
+        self._started_s = time.monotonic()
         try:
             return function(*args)
         finally:
+            self._started_s = None
             self._load = self._measure()
 
     def _measure(self) -> _Load:
@@ -63,6 +67,11 @@ class _Worker:
         """Answer at once, even while the model is busy; free orphans when the model thread gets to it."""
         self._thread.submit(self._run, self._engine.sessions.reconcile, heartbeat)
         return self.status()
+
+    def busy_s(self) -> float:
+        """Seconds the model thread has been at its present piece of work; 0 when idle."""
+        started_s = self._started_s
+        return 0.0 if started_s is None else time.monotonic() - started_s
 
     def status(self) -> WorkerStatus:
         """As of the end of the model thread's last piece of work."""

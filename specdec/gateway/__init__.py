@@ -1,0 +1,1 @@
+"""HTTP and gRPC: checks requests, turns text into tokens and back. Knows nothing of Ray or workers."""

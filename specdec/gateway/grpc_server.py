@@ -126,7 +126,6 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             max_context=info.max_context,
             vocab_size=info.vocab_size,
             num_speculative_tokens=config.num_speculative_tokens,
-            max_num_speculative_tokens=config.speculation.max_speculative_tokens,
             draft_model=config.draft.model if config.draft else None,
         )
 

@@ -54,6 +54,8 @@ def build_http_app(get_service: ServiceProvider) -> FastAPI:
         title="specdec",
         version=__version__,
         redirect_slashes=False,
+        docs_url=None,  # the pages load scripts from elsewhere; /openapi.json stays
+        redoc_url=None,
         exception_handlers={
             SpecDecError: http_errors.on_specdec_error,
             RequestValidationError: http_errors.on_validation_error,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from specdec.config import AppConfig
+from specdec.config import MAX_SPECULATIVE_TOKENS, AppConfig
 from specdec.errors import ContextLengthExceeded, InvalidRequest
 from specdec.gateway.prompts import check_unicode, param_of
 from specdec.gateway.requests import ClientRequest, Prompt, SamplingOptions, SpeculativeOptions
@@ -185,14 +185,14 @@ def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context:
         raise ContextLengthExceeded(
             f"the prompt has {prompt_len} tokens and max_tokens asks for {_shown(asked)} more; the model's"
             f" context is {max_context} tokens: shorten the prompt or ask for at most {room}",
-            param_of(prompt),
+            "max_tokens",
         )
     return asked
 
 
 def _max_draft_tokens(speculative: SpeculativeOptions, config: AppConfig) -> int | None:
     asked = speculative.num_speculative_tokens
-    most = config.speculation.max_speculative_tokens
+    most = MAX_SPECULATIVE_TOKENS
     if asked is not None and not 0 <= asked <= most:
         raise InvalidRequest(
             f"speculative.num_speculative_tokens must be in [0, {most}], got {_shown(asked)}",

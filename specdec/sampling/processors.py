@@ -46,7 +46,8 @@ def process_logits(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Te
         rows: one context per row. Greedy rows get penalties and bias only; their law is the argmax.
 
     Returns:
-        [rows, vocab], same dtype; excluded tokens are ``-inf``, at least one per row is not.
+        [rows, vocab], same dtype; excluded tokens are ``-inf``, at least one per row is not. Tokens that tie
+        with the last one top-k keeps are kept too.
     """
     logits = _apply_penalties(logits, rows)
     logits = _apply_bias(logits, rows)

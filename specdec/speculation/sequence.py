@@ -15,7 +15,7 @@ from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, V
 from specdec.sampling.noise import Purpose, uniform
 from specdec.speculation.acceptance import count_accepted
 from specdec.speculation.log import CommittedLog, cut_block
-from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode
+from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode, WorkerId
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class CacheView:
     num_losses: int = 0
     """Times the worker lost it since tokens were last committed."""
     is_usable: bool = True
-    """False when the worker has no room for this sequence: do not try again."""
+    """False when this draft worker has no room for the sequence: do not ask it again."""
 
     def restart(self) -> None:
         """Forget the cache: the next feed starts from position 0 under a new epoch."""
@@ -44,6 +44,8 @@ class SequenceState:
         self.log = CommittedLog(request.prompt_ids, request.output_ids)
         self.target = CacheView()
         self.draft = CacheView()
+        self.draft_id: WorkerId | None = None
+        """The draft worker that holds this sequence, or will."""
         self.finish_reason: FinishReason | None = None
         self._stop = request.stop
         self._opening = Opening(
@@ -68,13 +70,19 @@ class SequenceState:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Log tokens the target lacks, the one every round feeds not counted."""
+        """Log tokens the target lacks, not counting the last one, which every round feeds."""
         return len(self.log) - 1 - self.target.length
 
-    def restart_workers(self) -> None:
-        """Start anew from the log on both workers: after a loss or a move."""
-        self.target.restart()
+    def leave_draft(self) -> None:
+        """Forget the draft worker: the next one is fed from the log."""
         self.draft.restart()
+        self.draft.is_usable = True
+        self.draft_id = None
+
+    def leave_workers(self) -> None:
+        """Forget both workers: the sequence goes on elsewhere, from its log."""
+        self.target.restart()
+        self.leave_draft()
 
     # Proposing ------------------------------------------------------------------------------------------
 
@@ -86,6 +94,7 @@ class SequenceState:
         """
         num_tokens = len(self.log)
         limits = [
+            policy_gamma,
             policy_gamma if self.request.max_draft_tokens is None else self.request.max_draft_tokens,
             self.max_total_tokens - num_tokens - 1,
             draft_context - num_tokens + 1 if num_tokens <= draft_context else 0,
@@ -108,14 +117,17 @@ class SequenceState:
         self.draft.length = item.feed.keep + len(item.feed.token_ids)
         return draft if draft.token_ids else None
 
-    def on_lost(self, view: CacheView, lost: Lost) -> None:
-        """A worker has lost this sequence: start it anew there, unless it has no room for it."""
-        if lost.epoch != view.epoch:
-            return
-        view.restart()
-        view.num_losses += 1
-        if lost.out_of_memory:
-            view.is_usable = False
+    def on_draft_lost(self, lost: Lost) -> None:
+        """The draft has lost this sequence: start it anew there, unless it has no room for it."""
+        if lost.epoch == self.draft.epoch:
+            self.draft.restart()
+            self.draft.is_usable = not lost.out_of_memory
+
+    def on_target_lost(self, lost: Lost) -> None:
+        """The target has lost this sequence: start it anew."""
+        if lost.epoch == self.target.epoch:
+            self.target.restart()
+            self.target.num_losses += 1
 
     # Verifying ------------------------------------------------------------------------------------------
 
@@ -143,7 +155,7 @@ class SequenceState:
         self.log.commit(committed)
         self.target.num_losses = 0
         self.target.length = num_tokens + num_accepted
-        if draft_ids:
+        if draft is not None and draft_ids and draft.epoch == self.draft.epoch:
             self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)
         return TokenChunk(
             sequence_id=self.sequence_id,
@@ -162,7 +174,9 @@ class SequenceState:
         return count_accepted(sampling.mode, draft_ids, verdict.token_ids, verdict.ratios, uniforms)
 
     def _feed(self, view: CacheView, limit: int | None, draft_ids: tuple[int, ...]) -> Feed:
-        keep = view.length
+        # At least one token: a worker that is fed nothing cannot tell the law behind the log. The draft holds
+        # all of it when the target was lost between a draft and its verdict.
+        keep = min(view.length, len(self.log) - 1)
         return Feed(
             sequence_id=self.sequence_id,
             epoch=view.epoch,

@@ -9,7 +9,13 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from specdec.cluster.deploy_config import DEPLOYMENT_NAMES, load_deploy_config, parse_deploy_config
+from specdec.cluster.app import DEPLOYMENT_DEFAULTS
+from specdec.cluster.deploy_config import (
+    DEPLOYMENT_NAMES,
+    default_deploy_config,
+    load_deploy_config,
+    parse_deploy_config,
+)
 from specdec.config import AppConfig
 from specdec.errors import ConfigError
 
@@ -58,7 +64,9 @@ def test_every_port_is_on_loopback(deployment_file):
 def test_streams_may_be_many_and_access_logs_are_off(deployment_file):
     config = load_deploy_config(deployment_file).schema
     assert not config.logging_config.enable_access_log
-    assert all(item.max_ongoing_requests >= 1000 for item in config.applications[0].deployments)
+    for item in config.applications[0].deployments:
+        limit = item.max_ongoing_requests if "max_ongoing_requests" in item.model_fields_set else None
+        assert (limit or DEPLOYMENT_DEFAULTS["max_ongoing_requests"]) >= 1000
 
 
 @pytest.mark.parametrize("name", DEPLOYMENT_NAMES)
@@ -73,7 +81,23 @@ def test_a_misspelt_setting_in_any_deployment_would_be_caught(deployment_file, n
 
 def test_the_local_deployment_starts_on_any_number_of_cores():
     (application,) = load_deploy_config(ROOT / "deployments" / "local.yaml").schema.applications
-    assert sum(item.ray_actor_options.num_cpus for item in application.deployments) <= 1
+    assert not any("ray_actor_options" in item.model_fields_set for item in application.deployments)
+    assert DEPLOYMENT_DEFAULTS["ray_actor_options"] == {"num_cpus": 0}
+
+
+def test_serving_without_a_file_is_serving_the_local_one():
+    local = load_deploy_config(ROOT / "deployments" / "local.yaml")
+    default = default_deploy_config()
+    assert default.app == local.app
+    assert default.schema.http_options == local.schema.http_options
+    assert default.schema.proxy_location == local.schema.proxy_location
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(1, 0.5), (2, 1), (8, 1)])
+def test_draft_and_target_get_a_gpu_each_or_share_the_only_one(num_gpus, share):
+    (application,) = default_deploy_config(num_gpus=num_gpus).schema.applications
+    shares = {item.name: item.ray_actor_options.num_gpus for item in application.deployments}
+    assert shares == {"DraftWorker": share, "TargetWorker": share}
 
 
 def test_gpu_streams_can_end_while_a_replica_drains():

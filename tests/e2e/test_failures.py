@@ -144,6 +144,18 @@ def test_a_killed_target_pauses_a_stream_and_the_text_goes_on(server: Server, un
     print(f"longest pause {max(stream.pauses_s[1:]):.2f} s")
 
 
+def test_a_killed_coordinator_pauses_a_stream_and_the_text_goes_on(
+    server: Server, undisturbed: list[int]
+) -> None:
+    pid = int(server.status()["pid"])
+    stream = Stream(server, chat(STORY, max_tokens=100, ignore_eos=True))
+    stream.wait_for_tokens(20)
+    os.kill(pid, signal.SIGKILL)
+    assert stream.finish() == undisturbed
+    print(f"longest pause {max(stream.pauses_s[1:]):.2f} s")
+    wait_for(lambda: is_ready_and_idle(server), 60, "idle again")
+
+
 def assert_freed(server: Server) -> None:
     """Every sequence and its KV cache is gone: at once in the workers, and seen with the next poll."""
     seconds = wait_for(server.is_idle, 5.0, "no sequence, no KV cache in use")

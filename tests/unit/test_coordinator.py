@@ -21,6 +21,7 @@ from specdec.errors import (
     ContextLengthExceeded,
     DraftUnavailable,
     GenerationFailed,
+    TargetFailed,
     TargetUnavailable,
     TooManyRequests,
 )
@@ -65,6 +66,7 @@ class Target:
 
 class FaultyTargetHandle(LocalTargetHandle):
     fail_after: int | None = None
+    poison: SequenceId | None = None
     num_calls = 0
     gate: asyncio.Event | None = None
 
@@ -72,6 +74,8 @@ class FaultyTargetHandle(LocalTargetHandle):
         self.num_calls += 1
         if self.gate is not None:
             await self.gate.wait()
+        if any(item.feed.sequence_id == self.poison for item in request.items):
+            raise TargetFailed("ValueError: poison")
         if self.fail_after is not None and self.num_calls > self.fail_after:
             raise TargetUnavailable("the worker died")
         return await super().verify(request, timeout_s)
@@ -376,3 +380,71 @@ async def test_resuming_with_committed_tokens_gives_the_rest_of_the_text(undistu
                 output_ids=tuple(undisturbed[:done]),
             )
             assert undisturbed[:done] + await system.text(resumed) == undisturbed
+
+
+async def test_a_sequence_the_target_cannot_process_fails_alone(undisturbed):
+    target = Target()
+    target.handle.poison = SequenceId("poison")
+    async with running([target], [Draft()]) as system:
+        outcomes = await asyncio.gather(
+            system.text(ask("a")), system.text(ask("poison")), system.text(ask("b")), return_exceptions=True
+        )
+        assert outcomes[0] == outcomes[2] == undisturbed
+        assert isinstance(outcomes[1], GenerationFailed)
+        await system.is_idle()
+
+
+async def test_a_freed_place_is_taken_at_once():
+    # With one place and hardly any polls, a request that waited for the next poll would take a minute.
+    async with running([Target()], [Draft()], max_num_seqs=1, poll_interval_s=60) as system:
+        async with asyncio.timeout(10):
+            texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(4)))
+            assert {len(ids) for ids in texts} == {60}
+            first = system.client.generate(ask("leaves", max_tokens=3000))
+            await anext(first)
+            second = asyncio.create_task(system.text(ask("waits")))
+            await eventually(lambda: system.coordinator.status().num_waiting == 1)
+            await first.aclose()
+            assert len(await second) == 60
+
+
+async def test_several_drafts_share_the_sequences_of_one_target(undisturbed):
+    drafts = [Draft("draft-0"), Draft("draft-1")]
+    async with running([Target()], drafts) as system:
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(4)))
+        assert all(ids == undisturbed for ids in texts)
+        calls = [draft.handle.num_calls for draft in drafts]
+        assert min(calls) > 10
+        await system.is_idle()
+
+
+async def test_one_draft_serves_several_targets(undisturbed):
+    targets, draft = [Target("target-0"), Target("target-1")], Draft()
+    async with running(targets, [draft]) as system:
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(4)))
+        assert all(ids == undisturbed for ids in texts)
+        assert min(target.handle.num_calls for target in targets) > 10
+        assert draft.handle.num_calls > 20
+
+
+async def test_growing_sequences_take_turns_when_the_targets_memory_is_too_small_for_all(undisturbed):
+    # Each fits alone, two do not; with little room reserved for output all three are let in.
+    prompts = [ask(f"s{i}", max_tokens=700) for i in range(3)]
+    async with running([Target(kv_capacity_tokens=1200, max_context=1000)], [Draft()]) as system:
+        texts = await asyncio.gather(*(system.text(request) for request in prompts))
+        assert all(len(ids) == 700 and ids[:60] == undisturbed for ids in texts)
+        await system.is_idle()
+
+
+async def test_a_busy_poll_does_not_take_the_draft_away():
+    draft = Draft()
+    async with running([Target(latency=lambda sequences, tokens: 0.003)], [draft]) as system:
+        answered = system.directory.drafts
+        generation = asyncio.create_task(system.text(ask(max_tokens=150)))
+        await eventually(lambda: draft.handle.num_calls > 2)
+        system.directory.drafts = []  # one poll without an answer
+        await asyncio.sleep(0.012)
+        system.directory.drafts = answered
+        await generation
+        status = system.coordinator.status()
+        assert status.num_spec_steps > 0.9 * status.num_sequence_rounds

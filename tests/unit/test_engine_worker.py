@@ -146,6 +146,18 @@ async def test_status_is_as_of_the_last_finished_work(gate):
         assert (worker.status().num_sequences, worker.status().kv_tokens_in_use) == (1, 5)
 
 
+async def test_worker_says_how_long_it_has_been_busy(gate):
+    async with target_worker(gated_runner(gate)) as worker:
+        assert worker.busy_s() == 0.0
+        call = asyncio.create_task(worker.verify(verify(judge(feed("a", tokens(5))))))
+        await gate.until_entered()
+        first = worker.busy_s()
+        assert 0.0 < first <= worker.busy_s() < 10.0
+        gate.opened.set()
+        await call
+        assert worker.busy_s() == 0.0
+
+
 async def test_calls_run_in_the_order_they_came(gate):
     async with target_worker(gated_runner(gate)) as worker:
         first = asyncio.create_task(worker.verify(verify(judge(feed("a", tokens(5))))))
@@ -269,13 +281,11 @@ MESSAGES = [
     propose((_FEED, 3), (feed("b", [9], keep=4), 0)),
     _DRAFT,
     _LOST,
-    messages.ProposeReply(drafts=(_DRAFT,), lost=(_LOST,), compute_s=0.25),
+    messages.ProposeReply(drafts=(_DRAFT,), lost=(_LOST,)),
     judge(_FEED, _DRAFT),
     verify(judge(_FEED, _DRAFT), judge(feed("b", [9], keep=4))),
     messages.Verdict(sequence_id=A, epoch=2, token_ids=(4, 5, 6), ratios=(0.5, 2.0)),
-    messages.VerifyReply(
-        verdicts=(messages.Verdict(sequence_id=A, epoch=2, token_ids=(4,)),), lost=(_LOST,), compute_s=0.5
-    ),
+    messages.VerifyReply(verdicts=(messages.Verdict(sequence_id=A, epoch=2, token_ids=(4,)),), lost=(_LOST,)),
     Heartbeat(owner="c", live=frozenset({A, B})),
     _STATUS,
     messages.RoundUpdate(chunks=(_CHUNK,)),
@@ -290,6 +300,7 @@ MESSAGES = [
         num_speculative_tokens=4,
         targets=(_STATUS,),
         drafts=(_STATUS, _STATUS),
+        num_spec_steps=1,
         num_draft_tokens=10,
         num_accepted_draft_tokens=7,
         num_output_tokens=12,

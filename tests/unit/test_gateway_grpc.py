@@ -185,7 +185,6 @@ async def test_model_info():
             max_context=256,
             vocab_size=VOCAB_SIZE,
             num_speculative_tokens=2,
-            max_num_speculative_tokens=8,
             draft_model="org/toy-draft",
         )
 
@@ -211,7 +210,7 @@ WRONG = [
     (ask(stop=[""]), "stop"),
     (ask(stop=["x"] * 17), "stop"),
     (ask(stop_token_ids=[-1]), "stop_token_ids"),
-    (ask(speculative={"num_speculative_tokens": 9}), "speculative.num_speculative_tokens"),
+    (ask(speculative={"num_speculative_tokens": 33}), "speculative.num_speculative_tokens"),
     (ask(speculative={"num_speculative_tokens": -1}), "speculative.num_speculative_tokens"),
     (ask(speculative={"mode": 7}), "speculative.mode"),
     (ask(text=""), "prompt"),

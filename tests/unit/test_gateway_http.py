@@ -339,7 +339,7 @@ BOTH = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
     ({"stream": "yes"}, "stream"),
-    ({"speculative": {"num_speculative_tokens": 9}}, "speculative.num_speculative_tokens"),
+    ({"speculative": {"num_speculative_tokens": 33}}, "speculative.num_speculative_tokens"),
     ({"speculative": {"num_speculative_tokens": -1}}, "speculative.num_speculative_tokens"),
     ({"speculative": {"num_speculative_tokens": "x"}}, "speculative.num_speculative_tokens"),
     ({"speculative": {"mode": "greedy"}}, "speculative.mode"),

@@ -213,6 +213,7 @@ def test_the_context_of_the_target_is_a_cap():
         ({}, 0, 100, 0),
         ({"max_draft_tokens": 0}, 4, 100, 0),
         ({"max_draft_tokens": 2}, 4, 100, 2),
+        ({"max_draft_tokens": 9}, 4, 100, 4),
         # The last token is always the target's own.
         ({"max_tokens": 1}, 4, 100, 0),
         ({"max_tokens": 2}, 4, 100, 1),
@@ -239,8 +240,10 @@ def test_the_end_of_the_targets_context_limits_gamma():
 
 def test_no_draft_is_asked_once_it_had_no_room():
     state = sequence()
-    state.on_lost(state.draft, lost(out_of_memory=True))
+    state.on_draft_lost(lost(out_of_memory=True))
     assert state.gamma(4, 100) == 0
+    state.leave_draft()
+    assert state.gamma(4, 100) == 4, "another draft may have room"
 
 
 # Catching up in chunks --------------------------------------------------------------------------------------
@@ -297,17 +300,17 @@ def vars_of(view):
 def test_a_lost_cache_is_built_anew_from_the_log_under_a_new_epoch():
     state = sequence()
     state.on_verdict(proposed(state, *DRAFT_IDS), accepting(2))
-    state.on_lost(state.draft, lost(epoch=0))
+    state.on_draft_lost(lost(epoch=0))
     feed = state.propose_item(1, WHOLE).feed
     assert (feed.epoch, feed.keep, feed.token_ids) == (1, 0, state.log.tail(0))
     assert feed.opening is not None
     assert state.verify_item(None, WHOLE).feed.epoch == 0, "the other worker has lost nothing"
 
 
-def test_restarting_starts_both_workers_anew():
+def test_a_sequence_that_leaves_its_workers_is_fed_to_the_next_ones_from_the_log():
     state = sequence()
     state.on_verdict(proposed(state, *DRAFT_IDS), accepting(2))
-    state.restart_workers()
+    state.leave_workers()
     for feed in (state.propose_item(1, WHOLE).feed, state.verify_item(None, WHOLE).feed):
         assert (feed.epoch, feed.keep, feed.token_ids) == (1, 0, (*PROMPT, 1, 2, OTHER))
 
@@ -338,15 +341,15 @@ def test_a_stale_loss_changes_nothing(epoch):
     state.target.restart()
     state.draft.restart()
     before = snapshot(state)
-    for view in (state.target, state.draft):
-        state.on_lost(view, lost(epoch=epoch, out_of_memory=True))
+    for on_lost in (state.on_target_lost, state.on_draft_lost):
+        on_lost(lost(epoch=epoch, out_of_memory=True))
     assert snapshot(state) == before
 
 
 def test_losses_are_counted_until_tokens_are_committed():
     state = sequence()
     for epoch in range(3):
-        state.on_lost(state.target, lost(epoch=epoch))
+        state.on_target_lost(lost(epoch=epoch))
     assert state.target.num_losses == 3
     state.on_verdict(None, verdict_of(5, epoch=3))
     assert state.target.num_losses == 0
@@ -356,7 +359,7 @@ def test_a_draft_whose_target_was_lost_is_asked_again_with_a_token_to_feed():
     """The draft holds the whole log then, but a worker can only give the law behind a token it is fed."""
     state = sequence()
     proposed(state, *DRAFT_IDS)
-    state.on_lost(state.target, lost())
+    state.on_target_lost(lost())
     feed = state.propose_item(GAMMA, WHOLE).feed
     assert (feed.keep, feed.token_ids) == (N - 1, PROMPT[-1:])
 
@@ -364,7 +367,7 @@ def test_a_draft_whose_target_was_lost_is_asked_again_with_a_token_to_feed():
 def test_a_draft_lost_while_its_block_is_verified_is_still_built_anew():
     state = sequence()
     draft = proposed(state, *DRAFT_IDS)
-    state.on_lost(state.draft, lost())
+    state.on_draft_lost(lost())
     chunk = state.on_verdict(draft, accepting(2))
     assert chunk is not None
     assert chunk.token_ids == (1, 2, OTHER)

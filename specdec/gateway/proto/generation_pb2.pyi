@@ -176,17 +176,15 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "max_context", "vocab_size", "num_speculative_tokens", "max_num_speculative_tokens", "draft_model")
+    __slots__ = ("model", "max_context", "vocab_size", "num_speculative_tokens", "draft_model")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     max_context: int
     vocab_size: int
     num_speculative_tokens: int
-    max_num_speculative_tokens: int
     draft_model: str
-    def __init__(self, model: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
