@@ -96,6 +96,7 @@ def serve(
         _preflight(deploy.app)
     signals = _Signals()
     with console.status("starting Ray") as status, RunningServer(deploy, address) as server:
+        signals.install()
         server.wait_until_ready(READY_TIMEOUT_S, lambda text: status.update(escape(text)))
         status.stop()
         console.print(
@@ -113,6 +114,10 @@ class _Signals:
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._is_waiting = False
+        self.install()
+
+    def install(self) -> None:
+        """Again after Ray has started, which puts a handler of its own for SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,7 +70,11 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
     config = tmp_path / "bad.yaml"
     text = (Path(__file__).parents[2] / "deployments" / "local.yaml").read_text()
     config.write_text(text.replace("num_replicas: 1", "num_replicaz: 1", 1))
-    assert_one_line(run("serve", str(config), folder=tmp_path), "num_replicaz", "num_replicas")
+    result = run("serve", str(config), folder=tmp_path)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "applications[specdec].deployments[Gateway].num_replicaz" in result.stderr
+    assert "did you mean num_replicas?" in result.stderr
 
 
 def test_a_worker_that_cannot_start_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -88,5 +94,33 @@ def test_a_stopped_server_leaves_no_process(tmp_path: Path, stop_signal: signal.
     assert len(processes) > 4
     server.process.send_signal(stop_signal)
     assert server.process.wait(60) == 0
+    wait_for(lambda: not any(is_running(pid) for pid in processes), 10, "no process left")
+    assert "Traceback" not in server.log()
+
+
+def test_health_is_not_200_before_requests_are_served(tmp_path: Path) -> None:
+    server = Server(tmp_path, {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}})
+    try:
+        statuses: list[int] = []
+        while 200 not in statuses:
+            assert server.process.poll() is None, server.log()
+            try:
+                statuses.append(httpx.get(f"{server.url}/health", timeout=5).status_code)
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        assert set(statuses[:-1]) <= {404, 503}  # 404 from the proxy, before it has heard of the application
+        body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200
+    finally:
+        server.stop()
+
+
+def test_an_interrupted_start_ends_without_a_trace(tmp_path: Path) -> None:
+    server = Server(tmp_path, {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}})
+    wait_for(lambda: len(descendants(server.process.pid)) > 3, 60, "Ray is starting")
+    processes = descendants(server.process.pid)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) in (130, signal.SIGTERM)  # ours, or Ray's own while it starts
     wait_for(lambda: not any(is_running(pid) for pid in processes), 10, "no process left")
     assert "Traceback" not in server.log()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -161,11 +162,17 @@ def test_speculation_can_be_switched_off_for_a_request(server: Server) -> None:
 
 
 def test_everything_listens_on_loopback_alone(server: Server) -> None:
-    output = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True, check=True).stdout
-    listening = [line.split()[1].split(":") for line in output.splitlines()[1:] if line.split()[3] == "0A"]
-    hosts = {int(port, 16): host for host, port in listening}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    listening = [row[1].split(":") for row in rows if row[3] == "0A"]
     for port in (server.http_port, server.grpc_port):
-        assert hosts[port] == "0100007F"
+        hosts = {host for host, hex_port in listening if int(hex_port, 16) == port}
+        # 127.0.0.1, and the same as IPv6 sockets write it.
+        assert hosts
+        assert hosts <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 def test_the_server_is_idle_afterwards(server: Server) -> None:
