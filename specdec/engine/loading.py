@@ -19,14 +19,10 @@ from specdec.config import ModelConfig
 from specdec.engine import attention
 from specdec.engine.compatibility import refuse_incompatible
 from specdec.engine.model_runner import ModelRunner
-from specdec.engine.runner import ForwardItem
 from specdec.errors import ConfigError, ModelUnavailable
 from specdec.models import resolve_model
-from specdec.types import SequenceId
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP_ID = SequenceId("warm-up")
 
 _WITHOUT_STATE = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", "dense", "sparse"}
@@ -35,7 +31,7 @@ _WITHOUT_STATE = frozenset(
 
 
 def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> ModelRunner:
-    """Load a model and make its first forward, so that the first request does not pay for it.
+    """Load a model. The check at load makes its first forwards, so the first request does not pay for them.
 
     Args:
         config: which model, and how to hold it.
@@ -51,14 +47,12 @@ def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> Mo
     model = load_model(
         resolve_model(config.model), config.dtype, choose_device(config.device), max_context=max_context
     )
-    runner = ModelRunner(
+    return ModelRunner(
         model,
         vocab_size=vocab_size,
         max_context=max_context,
         kv_capacity_tokens=config.kv_capacity_tokens,
     )
-    warm_up(runner)
-    return runner
 
 
 def choose_device(device: str) -> torch.device:
@@ -149,11 +143,3 @@ def _settle_rope(config: PreTrainedConfig, max_context: int | None) -> None:
             is_long = served > parameters["original_max_position_embeddings"]
             factors = parameters["long_factor" if is_long else "short_factor"]
             parameters["long_factor"] = parameters["short_factor"] = factors
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """One prefill and one decode step, then forget them."""
-    runner.open(_WARM_UP_ID)
-    runner.forward([ForwardItem(sequence_id=_WARM_UP_ID, token_ids=[0] * 8, num_rows=1)])
-    runner.forward([ForwardItem(sequence_id=_WARM_UP_ID, token_ids=[0], num_rows=1)])
-    runner.close(_WARM_UP_ID)

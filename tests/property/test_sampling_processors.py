@@ -48,8 +48,8 @@ def params_for(draw, vocab_size: int, *, mode=None) -> SamplingParams:
         mode=draw(MODES) if mode is None else mode,
         temperature=draw(st.sampled_from([1.0, 0.3, 0.7, 1.5, 2.0])),
         top_k=draw(st.sampled_from([0, 0, 1, 2, 5, vocab_size, vocab_size + 7])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.1, 1e-9, 5e-324])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 1e-3, 0.1, 0.7, 1.0, 5e-324])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.75, 0.5, 1e-9, 5e-324])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 1e-3, 0.2, 0.5, 1.0, 5e-324])),
         presence_penalty=draw(st.sampled_from([0.0, 0.6, 2.0, -2.0])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.4, 2.0, -2.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 2.0, 0.5])),
@@ -169,6 +169,27 @@ def test_min_p_drops_what_is_less_likely_than_that_fraction_of_the_best(seed, vo
     probs = torch.softmax(logits, dim=-1)[0]
     assert torch.all(probs[kept] >= min_p * probs.max() * (1 - 1e-12))
     assert torch.all(probs[~kept] < min_p * probs.max() * (1 + 1e-12))
+
+
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_top_p_reached_exactly_needs_no_further_token(top_p, num_kept):
+    kept = torch.isfinite(process_logits(torch.zeros(1, 4), [row_context(SamplingParams(top_p=top_p))]))
+    assert kept.tolist() == [[token < num_kept for token in range(4)]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_p": 0.75, "min_p": 0.5}, [0, 1, 2]),  # min-p first would leave 0.4 + 0.3 of 0.9: enough
+        ({"top_k": 3, "top_p": 0.75}, [0, 1]),  # top-p first would need the third token
+        ({"top_k": 3, "top_p": 0.8}, [0, 1, 2]),
+        ({"top_k": 2, "min_p": 0.2}, [0, 1]),
+    ],
+)
+def test_truncations_are_applied_in_the_stated_order(fields, kept):
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    law = target_law(logits, [row_context(SamplingParams(**fields))])
+    assert law[0].nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)

@@ -203,6 +203,21 @@ def test_room_kept_for_drafting_is_given_back_after_the_call(make_engine):
     assert drafted(engine, feed("b", tokens(4)), 1).sequence_id == B
 
 
+def test_room_kept_for_drafting_is_given_back_after_a_call_that_failed(make_engine, monkeypatch):
+    engine = make_engine(kv_capacity_tokens=9)
+    drafted(engine, feed("a", tokens(5)), 0)
+    behind = feed("a", [7], keep=5)
+
+    def failing(items):
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, "forward", failing)
+        with pytest.raises(RuntimeError):
+            drafted(engine, behind, 4)
+    assert len(drafted(engine, behind, 4).token_ids) == 4
+
+
 def test_draft_that_would_outgrow_the_context_is_lost_and_a_shorter_one_is_not(make_engine):
     engine = make_engine(max_context=12)
     prompt = tokens(9)

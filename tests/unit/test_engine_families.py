@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.loading import warm_up
 from specdec.engine.model_runner import ModelRunner
 from tests.tiny_models import (
     WINDOW,
@@ -170,12 +169,6 @@ def test_two_ragged_sequences(family):
     second = runner.forward([item("b", short[4:], 3), item("a", long[-2:], 2)])
     assert_same(torch.cat([first[:2], second[3:]]), family.expected(long)[-4:])
     assert_same(torch.cat([first[2:], second[:3]]), family.expected(short))
-
-
-def test_warm_up_leaves_nothing_behind(family):
-    runner = family.runner()
-    warm_up(runner)
-    assert runner.kv_tokens_in_use == 0
 
 
 # A rope that depends on the context served ----------------------------------------------------------------

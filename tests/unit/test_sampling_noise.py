@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from specdec.sampling import noise
 from specdec.sampling.noise import Purpose, exponential_rows, exponentials, uniform
 from tests.laws import MIN_P_VALUE
 
@@ -71,6 +72,27 @@ def test_exponentials_are_positive_and_finite(many):
     assert many.max() <= LARGEST * (1 + 1e-6)
 
 
+class EndlessWords:
+    """A generator that always gives the same 64 bits."""
+
+    def __init__(self, word: int) -> None:
+        self._word = word
+
+    def random_raw(self, size=None):
+        return self._word if size is None else np.full(size, self._word, dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [(0, 2.0**-33), (2**64 - 1, LARGEST), (2**63 | 2**31, math.log(2))]
+)
+def test_extreme_bits_give_positive_and_finite_noise(monkeypatch, word, expected):
+    """They come once in billions of draws; a 0 would win every race, and 0 * inf is no number."""
+    monkeypatch.setattr(noise, "_philox", lambda *key: EndlessWords(word))
+    row = exponentials(0, 0, Purpose.TARGET, 5)
+    assert row.tolist() == pytest.approx([expected] * 5, rel=1e-6)
+    assert 0.0 <= uniform(0, 0, Purpose.ACCEPT) < 1.0
+
+
 def test_exponentials_have_the_standard_exponential_law(many):
     flat = many.ravel().astype(np.float64)
     assert flat.mean() == pytest.approx(1.0, abs=5 / math.sqrt(flat.size))
@@ -100,7 +122,7 @@ def test_uniforms_are_uniform_on_the_half_open_unit_interval(purpose):
 
 def assert_uncorrelated(left: np.ndarray, right: np.ndarray) -> None:
     """Five standard errors, for the values and for their ranks' extremes (which decide races)."""
-    for transform in (lambda noise: noise, np.log):
+    for transform in (lambda values: values, np.log):
         correlation = np.corrcoef(transform(left).ravel(), transform(right).ravel())[0, 1]
         assert abs(correlation) < 5 / math.sqrt(left.size)
 
@@ -128,7 +150,7 @@ def test_the_accepting_draw_is_uncorrelated_with_the_draws_of_tokens():
     """The same position decides acceptance and the recovered token; a link would bias the law."""
     accepting = np.array([uniform(seed, position, Purpose.ACCEPT) for seed, position in KEYS])
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
-        noise = exponential_rows(KEYS, purpose, 50)
-        for token in range(noise.shape[1]):
-            correlation = np.corrcoef(accepting, noise[:, token])[0, 1]
+        rows = exponential_rows(KEYS, purpose, 50)
+        for token in range(rows.shape[1]):
+            correlation = np.corrcoef(accepting, rows[:, token])[0, 1]
             assert abs(correlation) < 5 / math.sqrt(len(KEYS))
