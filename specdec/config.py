@@ -57,13 +57,13 @@ class CoordinatorConfig(_Section):
     target_timeout_s: float = Field(default=60.0, gt=0)
     """A target worker that takes longer is dropped: its sequences move to another one."""
     max_moves: int = Field(default=5, ge=0)
-    """Times a sequence may be moved to another target worker before it fails."""
+    """Times a sequence may be moved to another target worker, or another coordinator, before it fails."""
     poll_interval_s: float = Field(default=0.5, gt=0)
     """How often workers are looked up and told which sequences live."""
     orphan_timeout_s: float = Field(default=10.0, gt=0)
     """A gateway's sequences are cancelled when it has given no sign of life for this long."""
     idle_wait_s: float = Field(default=30.0, gt=0)
-    """A request waits this long for a target worker, then fails with 503."""
+    """A request waits this long for a coordinator and a target worker, then fails with 503."""
 
 
 class GatewayConfig(_Section):

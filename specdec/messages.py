@@ -57,7 +57,7 @@ class ProposeItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposeRequest:
-    """One call per round for all sequences of a lane."""
+    """One call per round and draft worker, for all its sequences of a lane."""
 
     owner: str
     """The coordinator that owns the sequences."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from specdec.engine.worker import DraftWorker, TargetWorker
 
 
+MAX_FAILURES_IN_A_ROW = 10
+"""A sequence that cannot be processed costs two; a broken device fails at everything."""
 HANG_FACTOR = 2.0
 """A model call this many times longer than the target's deadline counts as hung."""
 
@@ -69,14 +71,16 @@ class _WorkerReplica:
         return await self._worker.heartbeat(heartbeat)
 
     async def check_health(self) -> None:
-        """Let Serve replace a worker whose model hangs: the process answers, but no round ever will.
+        """Let Serve replace a worker that answers, but whose model hangs or fails at everything.
 
         Raises:
-            WorkerError: the model thread has been at one call for longer than any deadline.
+            WorkerError: one call has taken longer than any deadline, or many in a row have failed.
         """
         busy_s = self._worker.busy_s()
         if busy_s > self._hang_limit_s:
             raise WorkerError(f"the model has been busy with one call for {busy_s:.0f} s")
+        if self._worker.num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise WorkerError(f"the last {self._worker.num_failures_in_a_row} calls failed in the model")
 
 
 class DraftWorkerReplica(_WorkerReplica):

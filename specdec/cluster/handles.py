@@ -65,7 +65,7 @@ class PinnedReplica:
         """
         if not self._is_listed():
             raise ReplicaGone(f"{self._name} does not run any more")
-        task = asyncio.ensure_future(_answer_of(_detached_call(self._handle, method, *args)))
+        task = asyncio.ensure_future(_answer(self._handle, method, *args))
         try:
             await self._wait_for(task, method, timeout_s)
             return task.result()
@@ -124,7 +124,8 @@ def _detached_call(handle: DeploymentHandle[Any], method: str, *args: object) ->
     return contextvars.Context().run(getattr(handle, method).remote, *args)
 
 
-async def _answer_of(response: Any) -> Any:
+async def _answer(handle: DeploymentHandle[Any], method: str, *args: object) -> Any:
+    response = _detached_call(handle, method, *args)
     try:
         return await response
     except asyncio.CancelledError:

@@ -36,6 +36,8 @@ class RunningServer:
         self._config = config
         self._address = address
         self._app_name = config.schema.applications[0].name
+        self._is_ours = False
+        """Whether this process put the application on a cluster it joined: only then it takes it off."""
 
     @property
     def http_url(self) -> str:
@@ -84,8 +86,8 @@ class RunningServer:
 
     def _deploy(self) -> None:
         schema = self._config.schema
-        others = sorted(set(serve.status().applications) - {self._app_name}) if self._address else []
-        if others:
+        running = set(serve.status().applications) if self._address else set()
+        if others := sorted(running - {self._app_name}):
             # Serve takes a file for the whole cluster and would remove what it does not name.
             raise ConfigError(
                 f"this cluster serves other applications ({', '.join(others)}); "
@@ -99,12 +101,11 @@ class RunningServer:
         )
         # What `serve run CONFIG` does; `serve.run` takes no deployment file.
         _get_global_client().deploy_apps(schema, _blocking=False)
+        self._is_ours = self._app_name not in running
 
     def _stop(self) -> None:
-        if self._address is None:
-            ray.shutdown()
-            return
-        serve.delete(self._app_name)
+        if self._address is not None and self._is_ours:
+            serve.delete(self._app_name)
         ray.shutdown()
 
     def _check_ports(self) -> None:

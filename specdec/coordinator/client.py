@@ -104,8 +104,8 @@ class CoordinatorClient:
         while True:
             try:
                 self.status = await self._port.poll(self._gateway_id)
-            except SpecDecError as error:
-                logger.info("coordinator does not answer: %s", error)
+            except Exception as error:
+                logger.warning("coordinator does not answer: %s", error)
                 self.status = None
             await asyncio.sleep(self._poll_interval_s)
 

@@ -34,6 +34,8 @@ class _Outbox:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     heard_at_s: float = 0.0
     """When the gateway last called: a dead one's stream is not always closed for it."""
+    is_closed: bool = False
+    """The gateway was silent for too long; should it live, it has to start anew."""
 
 
 @dataclass(slots=True)
@@ -109,7 +111,8 @@ class Coordinator:
         state = SequenceState(request)
         self._check_context(state)
         can_start = not self._waiting and self._find_lane(state) is not None
-        if not can_start and len(self._waiting) >= self._config.coordinator.max_waiting:
+        is_resumed = bool(request.output_ids)  # it had its turn: shed new requests, not half-served ones
+        if not can_start and not is_resumed and len(self._waiting) >= self._config.coordinator.max_waiting:
             raise TooManyRequests(f"{len(self._waiting)} requests are waiting already; retry later")
         self._hear(gateway_id)
         self._tickets[request.sequence_id] = _Ticket(state, gateway_id, self._clock())
@@ -118,20 +121,12 @@ class Coordinator:
 
     async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Forget sequences and free their caches within a round; unknown ids are ignored."""
-        for sequence_id in sequence_ids:
-            ticket = self._tickets.pop(sequence_id, None)
-            if ticket is None:
-                continue
-            if ticket.lane:
-                ticket.lane.remove([sequence_id])
-            else:
-                self._waiting.remove(sequence_id)
-        self._dispatch()
+        self._forget(sequence_ids)
 
     async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
         """Everything that happens to a gateway's sequences, one message per wake-up, until closed."""
         outbox = self._hear(gateway_id)
-        while True:
+        while not outbox.is_closed:
             await outbox.filled.wait()
             outbox.filled.clear()
             chunks, outbox.chunks = outbox.chunks, []
@@ -223,6 +218,17 @@ class Coordinator:
         ticket = self._tickets.pop(sequence_id)
         self._deliver(ticket.gateway_id, failed_chunk(sequence_id, error))
 
+    def _forget(self, sequence_ids: Sequence[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            ticket = self._tickets.pop(sequence_id, None)
+            if ticket is None:
+                continue
+            if ticket.lane:
+                ticket.lane.remove([sequence_id])
+            else:
+                self._waiting.remove(sequence_id)
+        self._dispatch()
+
     # Workers --------------------------------------------------------------------------------------------
 
     async def _poll_forever(self) -> None:
@@ -312,23 +318,28 @@ class Coordinator:
                 lane.set_drafts([usable[idx % len(usable)]] if usable else [])
 
     def _drop_expired(self) -> None:
-        """End what has waited too long: for a target, or for a gateway that no longer listens."""
+        """End what has waited too long: for a target, or for a gateway that gives no sign of life."""
         limits = self._config.coordinator
         now_s = self._clock()
         for sequence_id, ticket in list(self._tickets.items()):
-            if now_s - self._outboxes[ticket.gateway_id].heard_at_s > limits.orphan_timeout_s:
-                asyncio.get_running_loop().create_task(self.cancel([sequence_id]))
-            elif not self._lanes and now_s - ticket.submitted_at_s > limits.idle_wait_s:
+            if not self._lanes and now_s - ticket.submitted_at_s > limits.idle_wait_s:
                 self._waiting.remove(sequence_id)
                 self._fail(sequence_id, "no target worker is available; please retry")
-        self._forget_idle_outboxes(now_s)
-
-    def _forget_idle_outboxes(self, now_s: float) -> None:
-        in_use = {ticket.gateway_id for ticket in self._tickets.values()}
         for gateway_id, outbox in list(self._outboxes.items()):
-            silent_s = now_s - outbox.heard_at_s
-            if gateway_id not in in_use and silent_s > self._config.coordinator.orphan_timeout_s:
-                del self._outboxes[gateway_id]
+            if now_s - outbox.heard_at_s > limits.orphan_timeout_s:
+                self._drop_gateway(gateway_id)
+
+    def _drop_gateway(self, gateway_id: str) -> None:
+        """Forget a silent gateway and its sequences. Its stream ends: if it lives, it resumes them."""
+        outbox = self._outboxes.pop(gateway_id)
+        outbox.is_closed = True
+        outbox.filled.set()
+        orphans = [
+            sequence_id for sequence_id, ticket in self._tickets.items() if ticket.gateway_id == gateway_id
+        ]
+        if orphans:
+            logger.warning("%s is silent: %d sequences dropped", gateway_id, len(orphans))
+        self._forget(orphans)
 
 
 @dataclass(slots=True)

@@ -102,16 +102,15 @@ class Lane:
         self._wake.set()
 
     def remove(self, sequence_ids: Sequence[SequenceId]) -> None:
-        """Drop sequences and free their caches on both workers, before the next round at the latest."""
+        """Drop sequences and free their caches on their workers, before the next round at the latest."""
         self._leaving.update(sequence_ids)
         self._wake.set()
 
     def set_drafts(self, drafts: Sequence[DraftHandle]) -> None:
         """Draft with these workers from now on; sequences of workers not among them move."""
-        self._drafts = {draft.status.worker_id: draft for draft in drafts}
-        for state in self.sequences:
-            if state.draft_id is not None and state.draft_id not in self._drafts:
-                state.leave_draft()
+        previous, self._drafts = self._drafts, {draft.status.worker_id: draft for draft in drafts}
+        for worker_id in previous.keys() - self._drafts.keys():
+            self._leave_draft(previous[worker_id])
 
     async def close(self) -> None:
         self._task.cancel()
@@ -173,14 +172,23 @@ class Lane:
         return await self.target.verify(request, self._config.target_timeout_s)
 
     async def _verify_one_by_one(self, items: dict[SequenceId, VerifyItem]) -> list[VerifyReply]:
-        """The worker lives but a call failed in it: find the sequence at fault, serve the others."""
+        """The worker lives but a call failed in it: find the sequence at fault, serve the others.
+
+        Raises:
+            TargetUnavailable: every one of several failed, so it is the worker that is at fault.
+        """
         replies: list[VerifyReply] = []
-        for item in items.values():
+        failed: list[SequenceId] = []
+        for sequence_id, item in items.items():
             try:
                 replies.append(await self._verify([item]))
             except TargetFailed as error:
-                logger.error("sequence %s cannot be verified: %s", item.feed.sequence_id, error)
-                self._end([failed_chunk(item.feed.sequence_id, "the target could not process this sequence")])
+                logger.error("sequence %s cannot be verified: %s", sequence_id, error)
+                failed.append(sequence_id)
+        if len(failed) > 1 and not replies:
+            raise TargetUnavailable("every sequence fails in it")
+        message = "the target could not process this sequence"
+        self._end([failed_chunk(sequence_id, message) for sequence_id in failed])
         return replies
 
     # Drafting -------------------------------------------------------------------------------------------
@@ -189,7 +197,7 @@ class Lane:
         """Ask every draft worker for a block per decoding sequence of its; {} when there is none to ask."""
         calls = self._propose_items()
         replies = await asyncio.gather(
-            *(self._propose_with(worker_id, items) for worker_id, items in calls.items())
+            *(self._propose_with(self._drafts[worker_id], items) for worker_id, items in calls.items())
         )
         drafts: dict[SequenceId, Draft] = {}
         for items, reply in zip(calls.values(), replies, strict=True):
@@ -216,14 +224,13 @@ class Lane:
         return calls
 
     async def _propose_with(
-        self, worker_id: WorkerId, items: dict[SequenceId, ProposeItem]
+        self, draft: DraftHandle, items: dict[SequenceId, ProposeItem]
     ) -> ProposeReply | None:
-        draft = self._drafts[worker_id]
         try:
             request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
             return await draft.propose(request, self._config.draft_timeout_s)
         except DraftUnavailable as error:
-            logger.warning("draft %s lost: %s", worker_id, error)
+            logger.warning("draft %s lost: %s", draft.status.worker_id, error)
             self._drop_draft(draft)
             return None
 
@@ -240,14 +247,17 @@ class Lane:
         return {sequence_id: draft for sequence_id, draft in taken.items() if draft is not None}
 
     def _drop_draft(self, draft: DraftHandle) -> None:
-        """Go on without this draft worker; its sequences will be fed to another one from the log."""
-        worker_id = draft.status.worker_id
-        members = [state for state in self._running.values() if state.draft_id == worker_id]
+        """Go on without a draft worker that failed."""
+        self._drafts.pop(draft.status.worker_id, None)
+        self._leave_draft(draft)
+        self._on_draft_lost(draft.status.worker_id)
+
+    def _leave_draft(self, draft: DraftHandle) -> None:
+        """Free a draft worker's sequences; they will be fed to another one from the log."""
+        members = [state for state in self._running.values() if state.draft_id == draft.status.worker_id]
         self._release(draft, [state.sequence_id for state in members])
         for state in members:
             state.leave_draft()
-        self._drafts.pop(worker_id, None)
-        self._on_draft_lost(worker_id)
 
     # Verifying ------------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class _Worker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.role}-model")
         self._load = self._measure()
         self._started_s: float | None = None
+        self.num_failures_in_a_row = 0
+        """Pieces of work that raised, since one did not."""
 
     async def _on_model_thread(self, function: Callable[..., Result], *args: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function, *args)
@@ -48,7 +50,12 @@ class _Worker:
     def _run(self, function: Callable[..., Result], *args: object) -> Result:
         self._started_s = time.monotonic()
         try:
-            return function(*args)
+            result = function(*args)
+            self.num_failures_in_a_row = 0
+            return result
+        except Exception:
+            self.num_failures_in_a_row += 1
+            raise
         finally:
             self._started_s = None
             self._load = self._measure()

@@ -17,9 +17,12 @@ from specdec.speculation.sequence import CacheView, SequenceState
 from specdec.types import GenerationRequest, SamplingParams, SequenceId, StopCriteria, VerificationMode
 
 NAME = SequenceId("request-0")
-TOKENS = st.integers(0, 4)
-STOP = 4
-DRAFT_CONTEXT = 24
+STOP = 9
+TOKENS = st.sampled_from([*range(STOP), STOP])
+OUTPUT_TOKENS = st.sampled_from(range(STOP))
+BLOCKS = st.lists(TOKENS, min_size=8, max_size=8)
+CHUNKS = st.sampled_from([1, 2, 3, 5, 12, 100])
+DRAFT_CONTEXT = 16
 
 
 @dataclass
@@ -29,13 +32,17 @@ class Cache:
     epoch: int | None = None
     """None: this worker does not hold the sequence."""
     token_ids: list[int] = field(default_factory=list)
+    opened: set[int] = field(default_factory=set)
+    """Epochs this worker was ever opened under."""
 
     def apply(self, feed: Feed) -> Lost | None:
         assert feed.token_ids, "nothing to feed"
         assert (feed.opening is not None) == (feed.keep == 0)
         if feed.keep == 0:
             self.epoch, self.token_ids = feed.epoch, []
-        elif self.epoch is None:
+            self.opened.add(feed.epoch)
+        assert feed.epoch in self.opened, "this worker has never held what is to be kept"
+        if self.epoch is None:
             return Lost(sequence_id=NAME, epoch=feed.epoch, reason="not cached here")
         assert self.epoch == feed.epoch, "a feed of another epoch must start from 0"
         assert feed.keep <= len(self.token_ids), "rolled back to more than there is"
@@ -49,9 +56,9 @@ class Cache:
 class SequenceMachine(RuleBasedStateMachine):
     @initialize(
         prompt=st.lists(TOKENS, min_size=1, max_size=9),
-        output=st.lists(st.integers(0, 3), max_size=3),
-        max_tokens=st.integers(4, 30),
-        max_draft_tokens=st.sampled_from([None, 0, 1, 5]),
+        output=st.lists(OUTPUT_TOKENS, max_size=3),
+        max_tokens=st.sampled_from([4, 9, 60]),
+        max_draft_tokens=st.sampled_from([None, None, 1, 0]),
         mode=st.sampled_from(list(VerificationMode)),
     )
     def submit(self, prompt, output, max_tokens, max_draft_tokens, mode):
@@ -74,9 +81,24 @@ class SequenceMachine(RuleBasedStateMachine):
     def is_running(self) -> bool:
         return self.state.finish_reason is None
 
-    @rule(policy_gamma=st.integers(0, 8), chunk=st.integers(1, 12), data=st.data())
+    @rule(
+        policy_gamma=st.integers(0, 8),
+        tokens=BLOCKS,
+        num_accepted=st.integers(0, 8),
+        chosen=TOKENS,
+        is_draft_replaced=st.booleans(),
+    )
+    @precondition(lambda self: self.is_running)
+    def a_whole_round(self, policy_gamma, tokens, num_accepted, chosen, is_draft_replaced):
+        if self.block is None:
+            self.propose(policy_gamma, 100, tokens)
+        if is_draft_replaced:
+            self.the_draft_worker_is_replaced()
+        self.verify(100, num_accepted, chosen)
+
+    @rule(policy_gamma=st.integers(0, 8), chunk=CHUNKS, tokens=BLOCKS)
     @precondition(lambda self: self.is_running and self.block is None)
-    def propose(self, policy_gamma, chunk, data):
+    def propose(self, policy_gamma, chunk, tokens):
         gamma = self.state.gamma(policy_gamma, DRAFT_CONTEXT)
         if gamma == 0:
             return
@@ -85,15 +107,15 @@ class SequenceMachine(RuleBasedStateMachine):
         if lost := self.draft.apply(item.feed):
             self.state.on_draft_lost(lost)
             return
-        drafted = data.draw(st.lists(TOKENS, min_size=item.num_draft_tokens, max_size=item.num_draft_tokens))
+        drafted = tokens[: item.num_draft_tokens]
         self.draft.token_ids += drafted[:-1]
         assert len(self.draft.token_ids) <= DRAFT_CONTEXT
         self.block = self.state.on_proposed(item, self._draft(drafted, item.feed.epoch))
         assert self.block is None or self.block.token_ids == tuple(drafted)
 
-    @rule(chunk=st.integers(1, 12), data=st.data())
+    @rule(chunk=CHUNKS, num_accepted=st.integers(0, 8), chosen=TOKENS)
     @precondition(lambda self: self.is_running)
-    def verify(self, chunk, data):
+    def verify(self, chunk, num_accepted, chosen):
         if self.state.num_prefill_tokens:
             self.block = None  # a lane does not verify drafts of a sequence that it prefills
         block, self.block = self.block, None
@@ -104,12 +126,11 @@ class SequenceMachine(RuleBasedStateMachine):
         elif item.num_rows == 0:
             self.state.on_prefilled(item)
         else:
-            self._judge(block, item.feed.epoch, data)
+            self._judge(block, item.feed.epoch, num_accepted, chosen)
 
-    def _judge(self, block: Draft | None, epoch: int, data) -> None:
+    def _judge(self, block: Draft | None, epoch: int, num_accepted: int, chosen: int) -> None:
         draft_ids = block.token_ids if block else ()
-        num_accepted = data.draw(st.integers(0, len(draft_ids)))
-        chosen = data.draw(TOKENS)
+        num_accepted = min(num_accepted, len(draft_ids))
         if num_accepted < len(draft_ids) and chosen == draft_ids[num_accepted]:
             chosen = (chosen + 1) % (STOP + 1)
         expected = [*draft_ids[:num_accepted], chosen]
@@ -146,14 +167,13 @@ class SequenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_running)
     def the_draft_worker_is_replaced(self):
         """Maybe while a block of the old one is being verified."""
-        self.draft.forget()
+        self.draft = Cache()
         self.state.leave_draft()
 
     @rule()
     @precondition(lambda self: self.is_running)
     def the_sequence_moves_to_other_workers(self):
-        self.target.forget()
-        self.draft.forget()
+        self.target, self.draft = Cache(), Cache()
         self.block = None
         self.state.leave_workers()
 
@@ -215,4 +235,4 @@ class SequenceMachine(RuleBasedStateMachine):
 
 
 TestSequenceMachine = SequenceMachine.TestCase
-TestSequenceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSequenceMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

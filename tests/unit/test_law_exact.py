@@ -228,8 +228,8 @@ def assert_round_has_the_targets_law(round_: Round) -> None:
     assert law[tails[0] == 0.0].sum() == 0.0, "a block of probability 0 was emitted"
 
 
-SHAPES = ((2, 3), (4, 2), (7, 1))
-"""(vocabulary, gamma); larger ones, and gamma = 0, are below."""
+SHAPES = ((3, 2), (6, 1))
+"""(vocabulary, gamma) for every pair of laws; others are below."""
 
 
 @pytest.mark.parametrize("mode", list(VerificationMode))
@@ -244,8 +244,10 @@ def test_one_round_has_the_targets_law_for_any_pair_of_laws(mode, kinds):
 
 
 @pytest.mark.parametrize("mode", list(VerificationMode))
-@pytest.mark.parametrize(("vocab_size", "gamma"), [(8, 3), (5, 3), (4, 3), (8, 2), (8, 1), (8, 0)])
-def test_one_round_has_the_targets_law_for_large_blocks(mode, vocab_size, gamma):
+@pytest.mark.parametrize(
+    ("vocab_size", "gamma"), [(8, 3), (5, 3), (4, 3), (3, 3), (2, 3), (8, 2), (8, 1), (8, 0)]
+)
+def test_one_round_has_the_targets_law_for_blocks_of_up_to_three(mode, vocab_size, gamma):
     target, draft = toy_law("normal", vocab_size, 5), toy_law("holes", vocab_size, 6)
     assert_round_has_the_targets_law(Round(target, draft, gamma, SamplingParams(mode=mode)))
 

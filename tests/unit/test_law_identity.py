@@ -20,7 +20,7 @@ from tests.laws import Generated, app_config, generate_all, generation, toy_law,
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 VOCAB_SIZE = 8
-NUM_TOKENS = 24
+NUM_TOKENS = 20
 TARGET = toy_law("normal", VOCAB_SIZE, 21)
 DRAFTS = {
     "SELF": TARGET,
