@@ -63,7 +63,8 @@ def main() -> None:
     args = parser.parse_args()
     models = {name: {"model": getattr(args, name), "dtype": args.dtype} for name in ("target", "draft")}
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), models)
+        speculation = {"num_speculative_tokens": max(GAMMAS)}  # requests lower it
+        server = Server(Path(folder), {**models, "speculation": speculation})
         try:
             server.wait_until_ready()
             measure(server, 2, 2, 32, args.temperature)

@@ -13,6 +13,7 @@ from specdec.config import AppConfig
 from specdec.coordinator.local import LocalSystem, run_local
 from specdec.engine.loading import load_runner
 from specdec.engine.model_runner import ModelRunner
+from specdec.engine.worker import ModelThread
 from specdec.gateway.prompts import PromptEncoder, copy_of_backend
 from specdec.gateway.requests import ChatMessage, ChatPrompt, ClientRequest, SamplingOptions, TextPrompt
 from specdec.gateway.text import SequenceText
@@ -50,7 +51,9 @@ async def generate_once(
     text = SequenceText(
         copy_of_backend(tokenizer), stop_strings=(), stop_token_ids=request.stop.stop_token_ids
     )
-    async with run_local(config, *_load(config, facts)) as system:
+    thread = ModelThread()
+    target, draft = thread.run(lambda: _load(config, facts))
+    async with run_local(config, target, draft, thread) as system:
         started_s = time.perf_counter()
         stats, num_tokens = await _print_tokens(system, request, text, out)
         elapsed_s = time.perf_counter() - started_s

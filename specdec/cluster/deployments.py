@@ -91,17 +91,20 @@ class DraftWorkerReplica(_WorkerReplica):
     def __init__(self, config: AppConfig) -> None:
         from specdec.engine.drafting import DraftEngine
         from specdec.engine.loading import load_runner
-        from specdec.engine.worker import DraftWorker
+        from specdec.engine.worker import DraftWorker, ModelThread
         from specdec.models import check_pair
 
         worker_id, node_id = set_up_process()
         assert config.draft is not None
         pair = check_pair(config.target.model, config.draft.model)
-        runner = load_runner(
-            _on_assigned_device(config.draft), vocab_size=pair.vocab_size, max_context=pair.draft_context
+        model, thread = _on_assigned_device(config.draft), ModelThread()
+        runner = thread.run(
+            lambda: load_runner(model, vocab_size=pair.vocab_size, max_context=pair.draft_context)
         )
         engine = DraftEngine(runner, config.speculation.draft_support)
-        self._worker = DraftWorker(engine, worker_id=worker_id, model=config.draft.model, node_id=node_id)
+        self._worker = DraftWorker(
+            engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
+        )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
@@ -116,16 +119,19 @@ class TargetWorkerReplica(_WorkerReplica):
     def __init__(self, config: AppConfig) -> None:
         from specdec.engine.loading import load_runner
         from specdec.engine.verifying import TargetEngine
-        from specdec.engine.worker import TargetWorker
+        from specdec.engine.worker import ModelThread, TargetWorker
         from specdec.models import model_info
 
         worker_id, node_id = set_up_process()
         info = model_info(config.target.model)
-        runner = load_runner(
-            _on_assigned_device(config.target), vocab_size=info.vocab_size, max_context=info.max_context
+        model, thread = _on_assigned_device(config.target), ModelThread()
+        runner = thread.run(
+            lambda: load_runner(model, vocab_size=info.vocab_size, max_context=info.max_context)
         )
         engine = TargetEngine(runner)
-        self._worker = TargetWorker(engine, worker_id=worker_id, model=config.target.model, node_id=node_id)
+        self._worker = TargetWorker(
+            engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
+        )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:

@@ -17,7 +17,7 @@ from specdec.coordinator.handles import Fleet
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.runner import Runner
 from specdec.engine.verifying import TargetEngine
-from specdec.engine.worker import DraftWorker, TargetWorker
+from specdec.engine.worker import DraftWorker, ModelThread, TargetWorker
 from specdec.errors import DraftUnavailable, TargetFailed, TargetUnavailable, WorkerError
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
 from specdec.types import SequenceId
@@ -104,14 +104,21 @@ class LocalSystem:
 
 @asynccontextmanager
 async def run_local(
-    config: AppConfig, target_runner: Runner, draft_runner: Runner | None
+    config: AppConfig, target_runner: Runner, draft_runner: Runner | None, thread: ModelThread | None = None
 ) -> AsyncGenerator[LocalSystem, None]:
-    """Run the whole system in this process until the context ends."""
-    target = TargetWorker(TargetEngine(target_runner), worker_id="target-0", model="target")
+    """Run the whole system in this process until the context ends.
+
+    Args:
+        config: the configuration; its models are only names here.
+        target_runner: the target model.
+        draft_runner: the draft model, if any.
+        thread: where both run; None gives each its own.
+    """
+    target = TargetWorker(TargetEngine(target_runner), worker_id="target-0", model="target", thread=thread)
     drafts: list[DraftWorker] = []
     if draft_runner is not None:
         engine = DraftEngine(draft_runner, config.speculation.draft_support)
-        drafts.append(DraftWorker(engine, worker_id="draft-0", model="draft"))
+        drafts.append(DraftWorker(engine, worker_id="draft-0", model="draft", thread=thread))
     coordinator = Coordinator(config, LocalDirectory([target], drafts), "coordinator-0")
     await coordinator.start()
     client = CoordinatorClient(coordinator, "gateway-0")
