@@ -194,7 +194,7 @@ def _warn_if_exposed(*hosts: str) -> None:
     exposed = sorted({host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")})
     if exposed:
         console.print(
-            f"[yellow]warning:[/yellow] listening on {', '.join(exposed)}: there is no authentication"
+            f"[yellow]warning:[/yellow] listening on {', '.join(exposed)}: anyone who reaches it may use it"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdec.errors import ConfigError
 
@@ -71,11 +71,23 @@ class GatewayConfig(_Section):
     grpc_port: int = Field(default=9000, ge=0, le=65535)
     """0 picks a free port."""
     grpc_reflection: bool = False
+    grpc_tls_cert: str | None = None
+    """PEM certificate chain; with ``grpc_tls_key`` gRPC is served over TLS. HTTP's is in ``http_options``."""
+    grpc_tls_key: str | None = None
+    """PEM private key."""
+    api_keys_file: str | None = None
+    """One API key a line, asked for by every ``/v1`` route, ``/status`` and gRPC method; None: no keys."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     """Larger HTTP bodies get 413, larger gRPC messages RESOURCE_EXHAUSTED."""
     max_stop_strings: int = Field(default=16, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Overall deadline of a request."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> GatewayConfig:
+        if (self.grpc_tls_cert is None) != (self.grpc_tls_key is None):
+            raise ValueError("grpc_tls_cert and grpc_tls_key go together")
+        return self
 
 
 class AppConfig(_Section):

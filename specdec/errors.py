@@ -9,6 +9,7 @@
      x RequestError                     400   INVALID_ARGUMENT     no: fix the request
        · InvalidRequest                 400   INVALID_ARGUMENT     no
        · ContextLengthExceeded          400   INVALID_ARGUMENT     no: shorten the prompt
+       · Unauthenticated                401   UNAUTHENTICATED      with a valid key
        · UnknownModel                   404   NOT_FOUND            no
        · TooManyRequests                429   RESOURCE_EXHAUSTED   yes, after a pause
      x ServiceUnavailable               503   UNAVAILABLE          yes, after a pause
@@ -81,6 +82,14 @@ class ContextLengthExceeded(RequestError):
     """The prompt (plus requested tokens) does not fit the target's context."""
 
     code = "context_length_exceeded"
+
+
+class Unauthenticated(RequestError):
+    """API keys are set and the request carries none of them."""
+
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    code = "invalid_api_key"
 
 
 class UnknownModel(RequestError):

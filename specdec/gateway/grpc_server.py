@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any, Never
 
 import grpc
@@ -89,7 +90,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
-        async with _errors_as_statuses(context):
+        async with self._answering(context):
             call = to_client_request(request, _new_request_id(), context.time_remaining())
             completion = await collect(self._service.generate(call))
             return to_response(
@@ -103,7 +104,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     ) -> None:
         # Written as a coroutine, not a generator: were it cancelled at a yield, its cleanup would be left to
         # the garbage collector.
-        async with _errors_as_statuses(context):
+        async with self._answering(context):
             call = to_client_request(request, _new_request_id(), context.time_remaining())
             async with aclosing(self._service.generate(call)) as events:
                 # A client that does not read blocks the write; it must not hold the sequence for ever.
@@ -120,28 +121,34 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         request: pb.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
-        config, info = self._service.config, self._service.model_info
-        return pb.GetModelInfoResponse(
-            model=self._service.model_name,
-            max_context=info.max_context,
-            vocab_size=info.vocab_size,
-            num_speculative_tokens=config.num_speculative_tokens,
-            draft_model=config.draft.model if config.draft else None,
-        )
+        async with self._answering(context):
+            config, info = self._service.config, self._service.model_info
+            return pb.GetModelInfoResponse(
+                model=self._service.model_name,
+                max_context=info.max_context,
+                vocab_size=info.vocab_size,
+                num_speculative_tokens=config.num_speculative_tokens,
+                draft_model=config.draft.model if config.draft else None,
+            )
+
+    @asynccontextmanager
+    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+        """Ask for the key; end the call with the status of the error raised inside, never with a trace."""
+        try:
+            self._service.keys.check(_authorization(context))
+            yield
+        except SpecDecError as error:
+            await _abort(context, error)
+        except TimeoutError:
+            await _abort(context, DeadlineExceeded("the request was not finished by its deadline"))
+        except Exception:
+            logger.exception("a gRPC call failed")
+            await _abort(context, InvariantViolation("internal error"))
 
 
-@asynccontextmanager
-async def _errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """End the call with the status of the error raised inside, never with a trace."""
-    try:
-        yield
-    except SpecDecError as error:
-        await _abort(context, error)
-    except TimeoutError:
-        await _abort(context, DeadlineExceeded("the request was not finished by its deadline"))
-    except Exception:
-        logger.exception("a gRPC call failed")
-        await _abort(context, InvariantViolation("internal error"))
+def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    values = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+    return str(values[0]) if values else None
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecDecError) -> Never:
@@ -164,11 +171,27 @@ def _new_request_id() -> str:
 def _bind(server: grpc.aio.Server, config: GatewayConfig) -> int:
     host = f"[{config.grpc_host}]" if ":" in config.grpc_host else config.grpc_host
     address = f"{host}:{config.grpc_port}"
+    credentials = _credentials(config)
     try:
-        port: int = server.add_insecure_port(address)
+        if credentials is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"gateway.grpc_host/grpc_port: cannot listen on {address}") from error
     return port
+
+
+def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
+    if config.grpc_tls_cert is None or config.grpc_tls_key is None:
+        return None
+    try:
+        key, cert = (
+            Path(path).expanduser().read_bytes() for path in (config.grpc_tls_key, config.grpc_tls_cert)
+        )
+    except OSError as error:
+        raise ConfigError(f"gateway.grpc_tls_cert/grpc_tls_key: {error}") from error
+    return grpc.ssl_server_credentials([(key, cert)])
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:

@@ -74,7 +74,8 @@ def build_http_app(get_service: ServiceProvider) -> FastAPI:
         ("GET", "/status", status),
         ("GET", "/version", version),
     ):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        guards = [] if path in OPEN_PATHS else [Depends(_check_key)]
+        app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=guards)
     return app
 
 
@@ -94,6 +95,14 @@ async def _ready_service(request: Request) -> GenerationService:
 
 Service = Annotated[GenerationService, Depends(_current_service)]
 ReadyService = Annotated[GenerationService, Depends(_ready_service)]
+
+
+async def _check_key(request: Request, service: Service) -> None:
+    service.keys.check(request.headers.get("authorization"))
+
+
+OPEN_PATHS = frozenset({"/health", "/version"})
+"""Answered without a key: probes have none."""
 
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: Service) -> Response:

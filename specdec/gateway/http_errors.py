@@ -53,7 +53,11 @@ def error_envelope(error: SpecDecError) -> dict[str, object]:
 
 def error_response(error: SpecDecError) -> Response:
     """The whole answer for a request that failed before its answer began."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.http_status in (429, 503) else None
+    headers = {}
+    if error.http_status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return _response(error.http_status, error_envelope(error), headers)
 
 

@@ -14,6 +14,7 @@ from specdec.config import AppConfig
 from specdec.errors import DeadlineExceeded, GenerationFailed, UnknownModel
 from specdec.gateway.backend import Backend
 from specdec.gateway.events import Finished, GenerationEvent, TextDelta, Usage
+from specdec.gateway.keys import ApiKeys
 from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
 from specdec.gateway.requests import ClientRequest
 from specdec.gateway.text import SequenceText
@@ -34,7 +35,7 @@ class GenerationService:
         created: Unix time in whole seconds, shown by ``/v1/models``.
 
     Raises:
-        ConfigError: the tokenizer has no fast backend.
+        ConfigError: the tokenizer has no fast backend, or the file of API keys cannot be used.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class GenerationService:
     ) -> None:
         self.config = config
         self.created = created
+        self.keys = ApiKeys.load(config.gateway.api_keys_file)
         self._backend = backend
         self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
         self._decoding_tokenizer = copy_of_backend(tokenizer)
