@@ -108,7 +108,7 @@ async def test_every_grpc_method_asks_for_a_key(keys_file):
 @pytest.fixture
 def certificate(tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
     names = f"-addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
     subprocess.run([*make.split(), *names.split()], check=True, capture_output=True)
     return cert, key
