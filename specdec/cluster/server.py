@@ -43,7 +43,8 @@ class RunningServer:
     def http_url(self) -> str:
         options = self._config.schema.http_options
         prefix = (self._config.schema.applications[0].route_prefix or "").rstrip("/")
-        return f"http://{_reachable(options.host)}:{options.port}{prefix}"
+        scheme = "https" if options.ssl_certfile else "http"
+        return f"{scheme}://{_reachable(options.host)}:{options.port}{prefix}"
 
     @property
     def grpc_address(self) -> str:
@@ -136,7 +137,8 @@ class RunningServer:
 
     def _is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.http_url}/health", timeout=2.0).status_code == 200
+            # Our own server at our own address: its certificate names the host that clients use, not this one.
+            return httpx.get(f"{self.http_url}/health", timeout=2.0, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
 
