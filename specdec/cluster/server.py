@@ -137,7 +137,7 @@ class RunningServer:
 
     def _is_healthy(self) -> bool:
         try:
-            # Our own server at our own address: its certificate names the host that clients use, not this one.
+            # Our own server at our own address; its certificate names the host that clients use.
             return httpx.get(f"{self.http_url}/health", timeout=2.0, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
