@@ -108,12 +108,16 @@ def test_a_killed_draft_changes_nothing_in_a_stream_and_comes_back(
     server: Server, undisturbed: list[int]
 ) -> None:
     pid = one_pid(server, "draft")
-    stream = Stream(server, chat(STORY, max_tokens=100, ignore_eos=True))
+    request = chat(STORY, max_tokens=100, ignore_eos=True)
+    drafted = server.stub().Generate(request, timeout=120).speculative_metrics.num_draft_tokens
+    stream = Stream(server, request)
     stream.wait_for_tokens(20)
     os.kill(pid, signal.SIGKILL)
     assert stream.finish() == undisturbed
     assert stream.metrics is not None
-    assert 0 < stream.metrics.num_draft_tokens < 2 * 100  # drafts until the kill, none just after it
+    # Drafts until the kill, none for a while after it.
+    assert 0 < stream.metrics.num_draft_tokens < 0.9 * drafted
+    print(f"{stream.metrics.num_draft_tokens} draft tokens instead of {drafted}")
     back_s = wait_for_drafts(server)
     assert one_pid(server, "draft") != pid
     print(f"longest pause {max(stream.pauses_s[1:]):.2f} s; drafts again {back_s:.1f} s after the stream")
