@@ -28,8 +28,9 @@ def provenance() -> dict[str, Any]:
         platform.processor(),
     )
     return {
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "commit": git("rev-parse", "--short", "HEAD")
+        + ("+" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": f"{cpu}, {os.cpu_count()} cores",
         "python": platform.python_version(),
