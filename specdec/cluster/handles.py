@@ -69,9 +69,9 @@ class PinnedReplica:
         try:
             await self._wait_for(task, method, timeout_s)
             return task.result()
-        except SpecDecError:
-            raise
         except RayTaskError as error:
+            if isinstance(error.cause, SpecDecError):
+                raise error.cause from None  # Ray's wrapper is one of ours too, but reads as a traceback
             raise CallFailed(f"{self._name}: {method} failed: {_last_line(error)}") from error
         except (RayError, RayServeException) as error:
             raise WorkerError(f"{self._name}: {method} failed: {_last_line(error)}") from error

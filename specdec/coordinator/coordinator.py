@@ -146,7 +146,7 @@ class Coordinator:
             num_running=len(self._tickets) - len(self._waiting),
             num_waiting=len(self._waiting),
             model=self._config.model_name,
-            max_context=min((status.max_context for status in targets), default=0),
+            max_context=self._max_context(),
             num_speculative_tokens=self._config.num_speculative_tokens,
             targets=targets,
             drafts=tuple(draft.status for draft in self._drafts.values()),
@@ -159,8 +159,12 @@ class Coordinator:
 
     # Sequences ------------------------------------------------------------------------------------------
 
+    def _max_context(self) -> int:
+        """What every attached target can hold of a sequence, in tokens; 0 while there is none."""
+        return min((lane.target.status.max_context for lane in self._lanes.values()), default=0)
+
     def _check_context(self, state: SequenceState) -> None:
-        context = self.status().max_context
+        context = self._max_context()
         if context and len(state.log) >= context:
             raise ContextLengthExceeded(
                 f"the prompt has {len(state.log)} tokens, but the model's context is {context} tokens"
@@ -177,7 +181,9 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         """Give waiting sequences to lanes, first come first served."""
-        context = self.status().max_context
+        if not self._waiting:
+            return  # after most rounds
+        context = self._max_context()
         while self._waiting and self._lanes:
             ticket = self._tickets[self._waiting[0]]
             if len(ticket.state.log) >= context:

@@ -17,6 +17,7 @@ from specdec.engine.verifying import TargetEngine
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
 from specdec.types import SequenceId, WorkerId
 
+Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
@@ -66,7 +67,7 @@ class _Worker:
         self._load = self._measure()
         self._started_s: float | None = None
         self.num_failures_in_a_row = 0
-        """Pieces of work that raised, since one did not."""
+        """Model calls that raised since the last that did not; releases and heartbeats do not count."""
 
     async def _on_model_thread(self, function: Callable[..., Result], *args: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function, *args)
@@ -74,15 +75,20 @@ class _Worker:
     def _run(self, function: Callable[..., Result], *args: object) -> Result:
         self._started_s = time.monotonic()
         try:
-            result = function(*args)
-            self.num_failures_in_a_row = 0
-            return result
-        except Exception:
-            self.num_failures_in_a_row += 1
-            raise
+            return function(*args)
         finally:
             self._started_s = None
             self._load = self._measure()
+
+    async def _call_model(self, function: Callable[[Request], Result], request: Request) -> Result:
+        self._num_calls += 1
+        try:
+            result = await self._on_model_thread(function, request)
+        except Exception:
+            self.num_failures_in_a_row += 1
+            raise
+        self.num_failures_in_a_row = 0
+        return result
 
     def _measure(self) -> _Load:
         """Taken on the model thread, so that no one counts what is being changed."""
@@ -131,8 +137,7 @@ class DraftWorker(_Worker):
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
         """See `DraftEngine.propose`."""
-        self._num_calls += 1
-        return await self._on_model_thread(self._engine.propose, request)
+        return await self._call_model(self._engine.propose, request)
 
 
 class TargetWorker(_Worker):
@@ -141,5 +146,4 @@ class TargetWorker(_Worker):
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         """See `TargetEngine.verify`."""
-        self._num_calls += 1
-        return await self._on_model_thread(self._engine.verify, request)
+        return await self._call_model(self._engine.verify, request)

@@ -218,6 +218,21 @@ async def test_engine_errors_reach_the_caller_and_the_worker_lives_on(error):
         assert (len(reply.verdicts), reply.lost) == (1, ())
 
 
+async def test_failed_model_calls_are_counted_whatever_heartbeats_and_releases_come_between():
+    runner = _FailingRunner(ToyLaw.random(VOCAB_SIZE, 0))
+    async with target_worker(runner) as worker:
+        runner.error = RuntimeError("device lost")
+        for count in (1, 2, 3):
+            with pytest.raises(RuntimeError, match="device lost"):
+                await worker.verify(verify(judge(feed("a", tokens(5)))))
+            await worker.heartbeat(beat(A))
+            await worker.release([B])
+            assert worker.num_failures_in_a_row == count
+        runner.error = None
+        await worker.verify(verify(judge(feed("a", tokens(5)))))
+        assert worker.num_failures_in_a_row == 0
+
+
 async def test_tokens_of_a_failed_forward_count_as_not_cached():
     runner = _FailingRunner(ToyLaw.random(VOCAB_SIZE, 0))
     async with target_worker(runner) as worker:
