@@ -19,6 +19,7 @@ from rich.table import Table
 from specdec import __version__
 from specdec.config import AppConfig, parse_config
 from specdec.errors import SpecDecError
+from specdec.lab.bench.command import app as bench_app
 
 READY_TIMEOUT_S = 1800.0
 """Large models take their time to download and load; a failure ends the wait at once."""
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Embedded models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 
 console = Console(stderr=True, highlight=False)
 """Messages for people; standard output is for results."""

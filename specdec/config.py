@@ -32,10 +32,21 @@ class ModelConfig(_Section):
     """``auto`` takes the GPU that Ray assigned to the worker (``num_gpus``), else the CPU."""
     max_context: int | None = Field(default=None, gt=0)
     """Tokens; None takes the model's own limit."""
-    kv_capacity_tokens: int = Field(default=131_072, gt=0)
-    """Tokens of KV cache over all sequences; buffers may hold a quarter more."""
+    kv_capacity_tokens: int = Field(default=65_536, gt=0)
+    """Tokens of KV cache over all sequences. Its memory is claimed at start: layers * kv_heads * head_dim * 4
+    bytes a token in 16 bits, so 23 KB for SmolLM2-135M."""
+    prefix_caching: bool = True
+    """Keep the KV cache of prompts, so that one that begins like an earlier one is not computed again."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads for the model; None takes every core this process may use."""
+
+
+class DraftConfig(ModelConfig):
+    """A draft model."""
+
+    draft_vocab_map: str | None = "auto"
+    """The token ids it may draft, a ``.npy`` file of integers: a smaller head is faster, and costs only what
+    it leaves unsaid. ``auto`` takes the model's own ``draft_vocab.npy``, if any; None drafts all ids."""
 
 
 class SpeculationConfig(_Section):
@@ -94,7 +105,7 @@ class AppConfig(_Section):
     """All of it."""
 
     target: ModelConfig
-    draft: ModelConfig | None = None
+    draft: DraftConfig | None = None
     """None serves the target alone."""
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """The name clients use; None takes ``target.model``."""

@@ -141,6 +141,8 @@ class Verdict:
 class VerifyReply:
     verdicts: tuple[Verdict, ...]
     lost: tuple[Lost, ...] = ()
+    kv_free_tokens: int = 0
+    """Room left in the KV cache after this call: whether a sequence that gave way may come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdec.engine.loading import load_model
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.compatibility import refuse_incompatible
+from specdec.engine.decoder.forward import Decoder
+from specdec.engine.loading import load_forward, load_model
+from specdec.engine.model_runner import Forward, ModelRunner, TransformersForward
 from specdec.engine.runner import ForwardItem, Runner
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
 from specdec.messages import Draft, Feed, Opening, ProposeItem, ProposeRequest, VerifyItem, VerifyRequest
@@ -61,11 +63,18 @@ def tiny_config(model_type: str, **changes: object) -> PreTrainedConfig:
 
 
 def reference_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """As transformers runs it, with its own attention. The same seed gives the same weights."""
+    """As transformers runs it, with its own attention. The same seed gives the same weights.
+
+    Biases and norms are random, too: as a model is made, most of them would do nothing.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    return model
 
 
 def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
@@ -76,9 +85,19 @@ def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.
 def loaded(
     config: PreTrainedConfig, folder: Path, *, seed: int = 0, max_context: int | None = None
 ) -> PreTrainedModel:
-    """The same model as our loader gives it."""
+    """The same model as our loader gives it for the general path."""
     reference_model(config, seed).save_pretrained(folder)
-    return load_model(str(folder), "float32", torch.device("cpu"), max_context=max_context)
+    model = load_model(str(folder), "float32", torch.device("cpu"), max_context=max_context)
+    refuse_incompatible(str(folder), model)
+    return model
+
+
+def loaded_forward(
+    config: PreTrainedConfig, folder: Path, *, seed: int = 0, max_context: int = 512, dtype: str = "float32"
+) -> Forward:
+    """The same model as a worker runs it: on the fast path where there is one."""
+    reference_model(config, seed).save_pretrained(folder)
+    return load_forward(str(folder), dtype, torch.device("cpu"), max_context=max_context)
 
 
 @functools.cache
@@ -97,22 +116,42 @@ def tiny_llama(seed: int = 0, noise: float = 0.0) -> PreTrainedModel:
     return model
 
 
+@functools.cache
+def tiny_decoder(seed: int = 0, noise: float = 0.0) -> Decoder:
+    """`tiny_llama` on the fast path."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama(seed, noise).save_pretrained(folder)
+        forward = load_forward(folder, "float32", torch.device("cpu"), max_context=512)
+    assert isinstance(forward, Decoder)
+    return forward
+
+
 def runner_of(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Forward,
     *,
     vocab_size: int = VOCAB_SIZE,
     max_context: int = 512,
     kv_capacity_tokens: int = 4096,
+    shares_prefixes: bool = True,
 ) -> ModelRunner:
+    forward = TransformersForward(model) if isinstance(model, PreTrainedModel) else model
     return ModelRunner(
-        model, vocab_size=vocab_size, max_context=max_context, kv_capacity_tokens=kv_capacity_tokens
+        forward,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        kv_capacity_tokens=kv_capacity_tokens,
+        shares_prefixes=shares_prefixes,
     )
 
 
-def model_runner(
-    *, seed: int = 0, noise: float = 0.0, max_context: int = 512, kv_capacity_tokens: int = 4096
-) -> ModelRunner:
-    return runner_of(tiny_llama(seed, noise), max_context=max_context, kv_capacity_tokens=kv_capacity_tokens)
+def model_runner(*, seed: int = 0, noise: float = 0.0, **limits: int) -> ModelRunner:
+    """On the general path."""
+    return runner_of(tiny_llama(seed, noise), **limits)
+
+
+def decoder_runner(*, seed: int = 0, noise: float = 0.0, **limits: int) -> ModelRunner:
+    """The same model on the fast path."""
+    return runner_of(tiny_decoder(seed, noise), **limits)
 
 
 def simulated_runner(
@@ -121,6 +160,20 @@ def simulated_runner(
     """``noise`` does to it about what it does to the model: it is amplified like rounding there."""
     law = ToyLaw.random(VOCAB_SIZE, seed, scale=2.0).perturbed(seed + 1, 200 * noise)
     return SimulatedRunner(law, max_context=max_context, kv_capacity_tokens=kv_capacity_tokens)
+
+
+RUNNERS = {"model": model_runner, "decoder": decoder_runner, "simulated": simulated_runner}
+
+
+def block_size(runner: Runner) -> int:
+    """Positions of its KV cache that go together."""
+    return runner.cache.block_size if isinstance(runner, ModelRunner) else 1
+
+
+def in_blocks(runner: Runner, *lengths: int) -> int:
+    """Positions that sequences of these lengths take when they share nothing."""
+    size = block_size(runner)
+    return sum(-(-length // size) * size for length in lengths)
 
 
 # Forwards -------------------------------------------------------------------------------------------------

@@ -37,7 +37,9 @@ MAX_LOSSES = 3
 RESERVED_OUTPUT_TOKENS = 512
 """KV room kept for what a new sequence may still say; one that says more may have to wait in mid-stream."""
 MEMORY_RETRY_S = 0.2
-"""Pause of a sequence that found the target's KV cache full."""
+"""Pause of a sequence that gave way when the target's KV cache was full, before it looks for room again."""
+RESUME_ROOM_TOKENS = 64
+"""Room it must find beyond its log, so that it does not give way again at once."""
 
 
 class Lane:
@@ -79,6 +81,9 @@ class Lane:
         self._joining: list[SequenceState] = []
         self._leaving: set[SequenceId] = set()
         self._paused_until_s: dict[SequenceId, float] = {}
+        """Sequences that gave way when the target's KV cache was full."""
+        self._kv_free_tokens = 0
+        """Of the target, after its last call."""
         self._wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -155,8 +160,9 @@ class Lane:
         self._drop(leaving)
 
     async def _round(self) -> None:
-        drafts = await self._propose()
-        items = self._verify_items(drafts)
+        states = self._with_memory()
+        drafts = await self._propose(states)
+        items = self._verify_items(states, drafts)
         if not items:
             await asyncio.sleep(MEMORY_RETRY_S / 4)  # everyone waits for memory
             return
@@ -169,7 +175,22 @@ class Lane:
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))
-        return await self.target.verify(request, self._config.target_timeout_s)
+        reply = await self.target.verify(request, self._config.target_timeout_s)
+        self._kv_free_tokens = reply.kv_free_tokens
+        return reply
+
+    def _with_memory(self) -> list[SequenceState]:
+        """Those to decode in this round: one that gave way comes back when there is room for all of it."""
+        states = [s for s in self._running.values() if s.sequence_id not in self._paused_until_s]
+        for sequence_id, until_s in list(self._paused_until_s.items()):
+            state = self._running[sequence_id]
+            wanted = len(state.log) + RESUME_ROOM_TOKENS
+            # With nobody else at work the figure may be stale, and only trying can tell.
+            if until_s <= self._clock() and (wanted <= self._kv_free_tokens or not states):
+                del self._paused_until_s[sequence_id]
+                self._kv_free_tokens -= wanted
+                states.append(state)
+        return states
 
     async def _verify_one_by_one(self, items: dict[SequenceId, VerifyItem]) -> list[VerifyReply]:
         """The worker lives but a call failed in it: find the sequence at fault, serve the others.
@@ -193,9 +214,9 @@ class Lane:
 
     # Drafting -------------------------------------------------------------------------------------------
 
-    async def _propose(self) -> dict[SequenceId, Draft]:
+    async def _propose(self, states: Sequence[SequenceState]) -> dict[SequenceId, Draft]:
         """Ask every draft worker for a block per decoding sequence of its; {} when there is none to ask."""
-        calls = self._propose_items()
+        calls = self._propose_items(states)
         replies = await asyncio.gather(
             *(self._propose_with(self._drafts[worker_id], items) for worker_id, items in calls.items())
         )
@@ -205,16 +226,22 @@ class Lane:
                 drafts |= self._take_drafts(items, reply)
         return drafts
 
-    def _propose_items(self) -> dict[WorkerId, dict[SequenceId, ProposeItem]]:
-        policy_gamma = self._policy.num_speculative_tokens(len(self._running))
+    def _propose_items(
+        self, states: Sequence[SequenceState]
+    ) -> dict[WorkerId, dict[SequenceId, ProposeItem]]:
+        policy_gamma = self._policy.num_speculative_tokens(len(states))
         budget = Counter(dict.fromkeys(self._drafts, self._config.prefill_chunk_tokens))
         load = Counter(state.draft_id for state in self._running.values())
         calls: dict[WorkerId, dict[SequenceId, ProposeItem]] = {}
-        for state in self._running.values() if self._drafts else ():
+        for state in states if self._drafts else ():
             if state.draft_id is None:
                 state.draft_id = min(self._drafts, key=lambda worker_id: load[worker_id])
                 load[state.draft_id] += 1
-            gamma = state.gamma(policy_gamma, self._drafts[state.draft_id].status.max_context)
+            status = self._drafts[state.draft_id].status
+            free = status.kv_capacity_tokens - status.kv_tokens_in_use
+            if not state.draft.is_usable and free >= len(state.log) + RESUME_ROOM_TOKENS:
+                state.draft.is_usable = True
+            gamma = state.gamma(policy_gamma, status.max_context)
             # The prompt goes to the target first: the draft catches up once there is something to draft for.
             if gamma == 0 or state.num_prefill_tokens > 0 or budget[state.draft_id] <= 0:
                 continue
@@ -261,13 +288,13 @@ class Lane:
 
     # Verifying ------------------------------------------------------------------------------------------
 
-    def _verify_items(self, drafts: dict[SequenceId, Draft]) -> dict[SequenceId, VerifyItem]:
+    def _verify_items(
+        self, states: Sequence[SequenceState], drafts: dict[SequenceId, Draft]
+    ) -> dict[SequenceId, VerifyItem]:
         budget = self._config.prefill_chunk_tokens
-        now_s = self._clock()
         items: dict[SequenceId, VerifyItem] = {}
-        for sequence_id, state in self._running.items():
-            if self._paused_until_s.get(sequence_id, 0.0) > now_s:
-                continue
+        for state in states:
+            sequence_id = state.sequence_id
             if state.num_prefill_tokens == 0:
                 draft = drafts.get(sequence_id)
                 items[sequence_id] = state.verify_item(draft, self._config.prefill_chunk_tokens)

@@ -3,7 +3,8 @@
 transformers hands each attention layer's work to us, but nothing forces a model to put all of it into that
 call: it may add a bias, mask in its own way, keep a state elsewhere, or drop position ids, and wrong text
 would be the only symptom. So a dozen tokens are fed at load: once to see what the layers ask of us, and once
-in chunks with a rollback, whose logits must be those of the model's own attention.
+in chunks with a rollback, whose logits must be those of the model's own attention. The fast path has to give
+the same logits, too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import cast
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from specdec.engine.attention import IMPLEMENTATION, PackedBatch, Segment, packed_attention
-from specdec.engine.kv_store import KVStore
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.attention import AttentionTraits
+from specdec.engine.attention.interface import IMPLEMENTATION, PackedBatch, packed_attention, traits_of
+from specdec.engine.kv_cache import PagedKVCache
+from specdec.engine.model_runner import Forward, ModelRunner, TransformersForward
 from specdec.engine.runner import ForwardItem
 from specdec.errors import ConfigError
 from specdec.types import SequenceId
@@ -37,8 +39,21 @@ _COARSE_TOLERANCE = 0.25
 """For bfloat16, where rounding alone comes to 0.04 in the 30 layers of SmolLM2-135M."""
 
 
-def refuse_incompatible(path: str, model: PreTrainedModel) -> None:
-    """Feed a few tokens and compare.
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """What a model does by itself."""
+
+    name: str
+    """For messages."""
+    token_ids: list[int]
+    logits: torch.Tensor
+    """[tokens, vocab] by its own attention, all tokens at once."""
+    traits: dict[int, AttentionTraits]
+    """Of each layer's attention."""
+
+
+def observe(path: str, model: PreTrainedModel) -> Observation:
+    """Feed a few tokens and see what the layers ask for.
 
     Args:
         path: the model's name, for messages.
@@ -47,21 +62,47 @@ def refuse_incompatible(path: str, model: PreTrainedModel) -> None:
     Raises:
         ConfigError: naming what the model does that we cannot reproduce.
     """
+    name = f"{path!r} ({type(model).__name__})"
     vocab_size = int(model.config.get_text_config().vocab_size)
     # Low ids: they are text even where a model reserves ids for images.
     token_ids = [(37 * i + 11) % min(vocab_size, 1000) for i in range(_NUM_TOKENS)]
     try:
-        _inspect(model, token_ids)
-        _compare(_served_logits(model, vocab_size, token_ids), _own_logits(model, token_ids))
-    except _Unsupported as reason:
-        raise ConfigError(f"model {path!r} ({type(model).__name__}) cannot be served: {reason}") from reason
+        traits = _inspect(model, token_ids)
+        return Observation(name, token_ids, _forward(model, _OWN, token_ids), traits)
     except Exception as error:
-        raise ConfigError(
-            f"model {path!r} ({type(model).__name__}) cannot be served: its forward fails with specdec's "
-            f"attention ({type(error).__name__}: {error})"
-        ) from error
+        raise _refusal(name, error) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
+
+
+def check(forward: Forward, observed: Observation) -> None:
+    """Compare a forward with what was observed of the model.
+
+    Raises:
+        ConfigError: it gives other logits.
+    """
+    try:
+        _compare(_served_logits(forward, observed), observed.logits)
+    except Exception as error:
+        raise _refusal(observed.name, error) from error
+
+
+def refuse_incompatible(path: str, model: PreTrainedModel) -> None:
+    """Both, for a model on the general path.
+
+    Raises:
+        ConfigError: as `observe` and `check`.
+    """
+    check(TransformersForward(model), observe(path, model))
+
+
+def _refusal(name: str, error: Exception) -> ConfigError:
+    if isinstance(error, _Unsupported):
+        return ConfigError(f"model {name} cannot be served: {error}")
+    return ConfigError(
+        f"model {name} cannot be served: its forward fails with specdec's attention "
+        f"({type(error).__name__}: {error})"
+    )
 
 
 class _Unsupported(Exception):
@@ -84,14 +125,19 @@ class _Inspection:
 
     batch: PackedBatch
     max_positions: int
-    layers: set[int] = field(default_factory=set)
+    traits: dict[int, AttentionTraits] = field(default_factory=dict)
 
     def check(
-        self, layer_idx: int, mask: object, sliding_window: int | None, arguments: dict[str, object]
+        self,
+        layer_idx: int,
+        mask: object,
+        traits: AttentionTraits,
+        sliding_window: int | None,
+        arguments: dict[str, object],
     ) -> None:
-        if layer_idx in self.layers:
+        if layer_idx in self.traits:
             raise _Unsupported(f"layer {layer_idx} attends more than once per token")
-        self.layers.add(layer_idx)
+        self.traits[layer_idx] = traits
         if not isinstance(mask, _CausalMask):
             raise _Unsupported("it makes its own attention mask")
         if self._reach(mask.window) != self._reach(sliding_window):
@@ -110,17 +156,20 @@ def _is_harmless(name: str, value: object) -> bool:
     return value is None or value is False or name in _HARMLESS
 
 
-def _inspect(model: PreTrainedModel, token_ids: list[int]) -> None:
+def _inspect(model: PreTrainedModel, token_ids: list[int]) -> dict[int, AttentionTraits]:
     AttentionInterface.register(_INSPECTION, _inspecting_attention)
     AttentionMaskInterface.register(_INSPECTION, _describe_mask)
-    store = KVStore(_NUM_TOKENS)
-    store.open(_SEQUENCE)
+    cache = PagedKVCache(_NUM_TOKENS, model.device)
+    item = ForwardItem(sequence_id=_SEQUENCE, token_ids=token_ids, num_rows=_NUM_TOKENS)
+    cache.open(_SEQUENCE)
+    cache.reserve(item)
     inspection = _Inspection(
-        batch=PackedBatch(store, (Segment(_SEQUENCE, 0, _NUM_TOKENS),)), max_positions=_max_positions(model)
+        batch=PackedBatch(cache, cache.batch([item])), max_positions=_max_positions(model)
     )
     _forward(model, _INSPECTION, token_ids, specdec_batch=inspection)
-    if not inspection.layers:
+    if not inspection.traits:
         raise _Unsupported("its layers do not use the attention they are given")
+    return inspection.traits
 
 
 def _max_positions(model: PreTrainedModel) -> int:
@@ -144,7 +193,9 @@ def _inspecting_attention(
 ) -> tuple[torch.Tensor, None]:
     if specdec_batch is None:
         raise _Unsupported("it does not hand its arguments on to its attention layers")
-    specdec_batch.check(cast("int", module.layer_idx), attention_mask, sliding_window, arguments)
+    traits = traits_of(query, scaling, sliding_window, softcap, s_aux)
+    layer_idx = cast("int", module.layer_idx)
+    specdec_batch.check(layer_idx, attention_mask, traits, sliding_window, arguments)
     return packed_attention(
         module,
         query,
@@ -180,16 +231,14 @@ def _describe_mask(
 # What comes out -------------------------------------------------------------------------------------------
 
 
-def _own_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """[tokens, vocab] by the model's own attention, all tokens at once."""
-    return _forward(model, _OWN, token_ids)
-
-
-def _served_logits(model: PreTrainedModel, vocab_size: int, token_ids: list[int]) -> torch.Tensor:
+def _served_logits(forward: Forward, observed: Observation) -> torch.Tensor:
     """[tokens, vocab] as a worker would get them: beside a neighbour, in chunks, and over a rollback."""
-    model.set_attn_implementation(IMPLEMENTATION)
+    token_ids = observed.token_ids
     runner = ModelRunner(
-        model, vocab_size=vocab_size, max_context=2 * _NUM_TOKENS, kv_capacity_tokens=4 * _NUM_TOKENS
+        forward,
+        vocab_size=observed.logits.shape[-1],
+        max_context=2 * _NUM_TOKENS,
+        kv_capacity_tokens=4 * _NUM_TOKENS,
     )
     runner.open(_SEQUENCE)
     runner.open(_NEIGHBOUR)
@@ -228,7 +277,8 @@ def _forward(
 
 
 def _compare(served: torch.Tensor, own: torch.Tensor) -> None:
-    served, own, dtype = served.float(), own.float(), own.dtype
+    is_computed = served[0] != -torch.inf  # a draft may leave part of the vocabulary out
+    served, own, dtype = served[:, is_computed].float(), own[:, is_computed].float(), own.dtype
     tolerance = _TOLERANCE.get(dtype, _COARSE_TOLERANCE)
     error = float((served - own).abs().mean(dim=-1).max())
     limit = tolerance * float(own.std()) + torch.finfo(torch.float32).tiny

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from specdec.engine.runner import Runner
-from specdec.engine.sessions import Session, SessionTable
+from specdec.engine.sessions import Session, SessionTable, Wish
 from specdec.messages import Draft, Lost, ProposeItem, ProposeReply, ProposeRequest
-from specdec.sampling.noise import Purpose, exponential_rows
+from specdec.sampling.drawing import Key, draw, draw_among
+from specdec.sampling.noise import Purpose
 from specdec.sampling.processors import mask_padding, process_logits
-from specdec.sampling.verification import race, truncate_support
+from specdec.sampling.verification import truncate_support
 from specdec.types import VerificationMode
 
 
@@ -57,29 +58,20 @@ class DraftEngine:
 
     def propose(self, request: ProposeRequest) -> ProposeReply:
         """Apply every feed, then draft; sequences that cannot go on are reported as lost."""
-        lost: list[Lost] = []
-        blocks = self._feed_all(request, lost)
-        for block in blocks:
-            block.session.num_reserved = 0  # fed by now, or never to be
+        outcomes = self.sessions.prepare(request.owner, [_wish(item) for item in request.items])
+        blocks: list[_Block] = []
+        fed = []
+        for item, outcome in zip(request.items, outcomes, strict=True):
+            if isinstance(outcome, Session):
+                blocks.append(_Block(outcome, item.num_draft_tokens))
+                fed.append(outcome.forward_item(item.feed.token_ids, _num_rows(item)))
+        if fed:
+            logits = self.runner.forward(fed)
+            self._draft([block for block in blocks if block.num_wanted], logits)
         return ProposeReply(
             drafts=tuple(block.finished() for block in blocks),
-            lost=tuple(lost),
+            lost=tuple(outcome for outcome in outcomes if isinstance(outcome, Lost)),
         )
-
-    def _feed_all(self, request: ProposeRequest, lost: list[Lost]) -> list[_Block]:
-        blocks: list[_Block] = []
-        items = []
-        for item in request.items:
-            session = self.sessions.prepare(request.owner, item.feed, max(0, item.num_draft_tokens - 1))
-            if isinstance(session, Lost):
-                lost.append(session)
-                continue
-            blocks.append(_Block(session, item.num_draft_tokens))
-            items.append(self.sessions.forward_item(session, item.feed.token_ids, _num_rows(item)))
-        if items:
-            logits = self.runner.forward(items)
-            self._draft([block for block in blocks if block.num_wanted], logits)
-        return blocks
 
     def _draft(self, blocks: list[_Block], logits: torch.Tensor) -> None:
         """Extend every block until it is done; each pass is one forward over those that are not."""
@@ -88,47 +80,50 @@ class DraftEngine:
             blocks = [block for block in blocks if not block.is_done]
             if blocks:
                 logits = self.runner.forward(
-                    [self.sessions.forward_item(b.session, b.token_ids[-1:], num_rows=1) for b in blocks]
+                    [block.session.forward_item(block.token_ids[-1:], num_rows=1) for block in blocks]
                 )
 
     def _extend(self, blocks: list[_Block], logits: torch.Tensor) -> None:
         """Draw one token per block from its row."""
         rows = [block.session.context(len(block.session.token_ids)) for block in blocks]
         processed = process_logits(mask_padding(logits, self.runner.vocab_size), rows)
-        for mode, draw in (
+        for mode, draw_all in (
             (VerificationMode.GREEDY, self._draw_greedy),
             (VerificationMode.COUPLED, self._draw_coupled),
             (VerificationMode.REJECTION, self._draw_rejection),
         ):
             chosen = [i for i, row in enumerate(rows) if row.params.mode is mode]
             if chosen:
-                draw([blocks[i] for i in chosen], processed[chosen])
+                draw_all([blocks[i] for i in chosen], processed[chosen])
 
     def _draw_greedy(self, blocks: list[_Block], logits: torch.Tensor) -> None:
         _append(blocks, logits.argmax(dim=-1))
 
     def _draw_coupled(self, blocks: list[_Block], logits: torch.Tensor) -> None:
         """The target's own draw if both laws were equal: same noise, whole law."""
-        probs = torch.softmax(logits, dim=-1)
-        _append(blocks, race(probs, self._noise(blocks, Purpose.TARGET).to(probs.device)))
+        _append(blocks, draw(torch.softmax(logits, dim=-1), _keys(blocks), Purpose.TARGET))
 
     def _draw_rejection(self, blocks: list[_Block], logits: torch.Tensor) -> None:
         ids, law = truncate_support(torch.softmax(logits, dim=-1), self._support)
-        noise = self._noise(blocks, Purpose.DRAFT).to(ids.device).gather(1, ids)
-        _append(blocks, ids.gather(1, race(law, noise).unsqueeze(1)).squeeze(1))
+        _append(blocks, draw_among(ids, law, _keys(blocks), Purpose.DRAFT))
         for i, block in enumerate(blocks):
             block.support_ids.append(ids[i])
             block.support_probs.append(law[i])
 
-    def _noise(self, blocks: list[_Block], purpose: Purpose) -> torch.Tensor:
-        """[blocks, vocab] noise of the positions that are drawn next."""
-        keys = [(block.session.opening.sampling.seed, len(block.session.token_ids)) for block in blocks]
-        return torch.from_numpy(exponential_rows(keys, purpose, self.runner.vocab_size))
+
+def _keys(blocks: list[_Block]) -> list[Key]:
+    """Of the positions that are drawn next."""
+    return [(block.session.opening.sampling.seed, len(block.session.token_ids)) for block in blocks]
 
 
 def _append(blocks: list[_Block], chosen: torch.Tensor) -> None:
     for block, token in zip(blocks, chosen.tolist(), strict=True):
         block.token_ids.append(token)
+
+
+def _wish(item: ProposeItem) -> Wish:
+    # The last drafted token is not fed: the draft's next call does that, if it is accepted.
+    return Wish(feed=item.feed, num_rows=_num_rows(item), num_extra=max(0, item.num_draft_tokens - 1))
 
 
 def _num_rows(item: ProposeItem) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
+from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -15,12 +16,17 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.config import ModelConfig
-from specdec.engine import attention
-from specdec.engine.compatibility import refuse_incompatible
-from specdec.engine.model_runner import ModelRunner
+from specdec.config import DraftConfig, ModelConfig
+from specdec.engine.attention import interface
+from specdec.engine.compatibility import check, observe
+from specdec.engine.decoder import families
+from specdec.engine.decoder.forward import Decoder
+from specdec.engine.model_runner import Forward, ModelRunner, TransformersForward
+from specdec.engine.runner import ForwardItem
+from specdec.engine.threads import set_num_threads
 from specdec.errors import ConfigError, ModelUnavailable
 from specdec.models import resolve_model
+from specdec.types import SequenceId
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +37,7 @@ _WITHOUT_STATE = frozenset(
 
 
 def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> ModelRunner:
-    """Load a model. The check at load makes its first forwards, so the first request does not pay for them.
+    """Load a model and warm it up, so that the first request does not pay for it.
 
     Args:
         config: which model, and how to hold it.
@@ -42,17 +48,99 @@ def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> Mo
         ModelUnavailable: the files cannot be found or read.
         ConfigError: the device or architecture cannot serve.
     """
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    set_num_threads(config.num_threads)
+    path, device = resolve_model(config.model), choose_device(config.device)
     max_context = min(config.max_context or max_context, max_context, config.kv_capacity_tokens)
-    model = load_model(
-        resolve_model(config.model), config.dtype, choose_device(config.device), max_context=max_context
-    )
-    return ModelRunner(
-        model,
+    vocab_map = load_vocab_map(config, path, vocab_size) if isinstance(config, DraftConfig) else None
+    forward = load_forward(path, config.dtype, device, max_context=max_context, vocab_map=vocab_map)
+    runner = ModelRunner(
+        forward,
         vocab_size=vocab_size,
         max_context=max_context,
         kv_capacity_tokens=config.kv_capacity_tokens,
+        shares_prefixes=config.prefix_caching,
     )
+    warm_up(runner)
+    return runner
+
+
+def load_vocab_map(config: DraftConfig, path: str, vocab_size: int) -> torch.Tensor | None:
+    """The token ids a draft may say, [n] int64 ascending; None is all of them.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not hold distinct ids of the vocabulary.
+    """
+    file = Path(path, "draft_vocab.npy") if config.draft_vocab_map == "auto" else config.draft_vocab_map
+    if file is None or (config.draft_vocab_map == "auto" and not Path(file).exists()):
+        return None
+    try:
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"draft_vocab_map {str(file)!r} cannot be read: {error}", "draft_vocab_map"
+        ) from error
+    known = np.unique(ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(known) != len(ids) or not len(ids):
+        raise ConfigError(f"draft_vocab_map {str(file)!r} is not a list of distinct ids", "draft_vocab_map")
+    if known[0] < 0 or known[-1] >= vocab_size:
+        raise ConfigError(
+            f"draft_vocab_map {str(file)!r} names ids outside the vocabulary of {vocab_size}",
+            "draft_vocab_map",
+        )
+    return torch.from_numpy(known.astype(np.int64))
+
+
+def load_forward(
+    path: str,
+    dtype: str,
+    device: torch.device,
+    *,
+    max_context: int,
+    vocab_map: torch.Tensor | None = None,
+) -> Forward:
+    """Load a model's forward: the fast path where it is known to say the same, else the general one.
+
+    Args:
+        path: a folder that transformers loads.
+        dtype: of the weights.
+        device: where they go.
+        max_context: positions that will be served.
+        vocab_map: ids to compute logits of; the others' are -inf. The general path computes all.
+
+    Raises:
+        ModelUnavailable: transformers cannot load it.
+        ConfigError: its state cannot be rolled back, or its attention cannot be replaced without changing
+            what it says.
+    """
+    model = load_model(path, dtype, device, max_context=max_context)
+    observed = observe(path, model)
+    if families.is_known(model):
+        decoder = Decoder(families.take_apart(model, observed.traits, max_context, vocab_map))
+        try:
+            check(decoder, observed)
+            return decoder
+        except ConfigError as error:
+            logger.warning("%s; it is served by transformers' own layers, which is slower", error.message)
+            model = load_model(path, dtype, device, max_context=max_context)
+    forward = TransformersForward(model)
+    check(forward, observed)
+    return forward
+
+
+_WARM_UP = SequenceId("warm-up")
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Feed what serving feeds: a prompt, single tokens and a few tokens.
+
+    Compiles what is compiled at first use, and claims the KV cache's memory.
+    """
+    runner.open(_WARM_UP)
+    limit = min(runner.max_context, runner.kv_capacity_tokens) - 8
+    for num_tokens in (max(1, min(64, limit)), 1, 6):
+        if runner.length(_WARM_UP) + num_tokens <= runner.max_context:
+            runner.forward([ForwardItem(sequence_id=_WARM_UP, token_ids=[0] * num_tokens, num_rows=1)])
+    runner.close(_WARM_UP)
 
 
 def choose_device(device: str) -> torch.device:
@@ -74,7 +162,7 @@ def choose_device(device: str) -> torch.device:
 def load_model(
     path: str, dtype: str, device: torch.device, *, max_context: int | None = None
 ) -> PreTrainedModel:
-    """Load weights with our attention in place.
+    """Load weights into transformers' own layers, with our attention in place.
 
     Args:
         path: a folder that transformers loads.
@@ -84,10 +172,9 @@ def load_model(
 
     Raises:
         ModelUnavailable: transformers cannot load it.
-        ConfigError: its state cannot be rolled back, or its attention cannot be replaced without changing
-            what it says.
+        ConfigError: its state cannot be rolled back, or its attention cannot be replaced.
     """
-    attention.register()
+    interface.register()
     disable_progress_bar()  # weights load in seconds; workers' output is a log
     try:
         config = AutoConfig.from_pretrained(path)
@@ -95,13 +182,11 @@ def load_model(
         _refuse_foreign_attention(path, config)
         _settle_rope(config.get_text_config(), max_context)
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
+            path, config=config, dtype=getattr(torch, dtype), attn_implementation=interface.IMPLEMENTATION
         )
     except (OSError, ValueError) as error:
         raise ModelUnavailable(f"cannot load model {path!r}: {error}") from error
-    model = model.to(device).eval().requires_grad_(False)
-    refuse_incompatible(path, model)
-    return model
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _refuse_recurrent(path: str, config: object) -> None:

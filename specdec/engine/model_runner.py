@@ -1,37 +1,88 @@
-"""Any Hugging Face causal LM as a `Runner`: packed ragged forward over our own KV cache."""
+"""A model over our own paged KV cache as a `Runner`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.attention import PackedBatch, Segment
-from specdec.engine.kv_store import KVStore
+from specdec.engine.attention.interface import PackedBatch
+from specdec.engine.batch import StepBatch
+from specdec.engine.kv_cache import PagedKVCache
 from specdec.engine.runner import ForwardItem
 from specdec.errors import StaleCache
 from specdec.types import SequenceId
+
+
+class Forward(Protocol):
+    """A model's forward: `specdec.engine.decoder.forward.Decoder`, or `TransformersForward` for any other."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: StepBatch, cache: PagedKVCache) -> torch.Tensor:
+        """[rows of the batch, >= vocab_size] logits; the batch has at least one token."""
+        ...
+
+
+class TransformersForward:
+    """Any Hugging Face causal LM.
+
+    Args:
+        model: loaded with `specdec.engine.loading.load_model`, so that its attention is ours.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    def forward(self, batch: StepBatch, cache: PagedKVCache) -> torch.Tensor:
+        """See `Forward`."""
+        tensors = batch.tensors
+        num_rows = len(tensors.rows)
+        # Without wanted rows (a prefill chunk) one row still goes through the head and is dropped.
+        rows = tensors.rows if num_rows else torch.zeros(1, dtype=torch.long, device=self.device)
+        output = self._model(
+            input_ids=tensors.token_ids.unsqueeze(0),
+            position_ids=tensors.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            specdec_batch=PackedBatch(cache, batch),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits[:num_rows]
 
 
 class ModelRunner:
     """Feeds a model; knows nothing of drafting or verification.
 
     Args:
-        model: loaded with `specdec.engine.loading.load_model`, so that its attention is ours.
+        model: its forward.
         vocab_size: ids the tokenizer knows.
         max_context: positions per sequence.
-        kv_capacity_tokens: positions over all sequences.
+        kv_capacity_tokens: positions over all sequences, rounded up to whole blocks.
+        shares_prefixes: whether sequences that begin alike share their KV cache there.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, vocab_size: int, max_context: int, kv_capacity_tokens: int
+        self,
+        model: Forward,
+        *,
+        vocab_size: int,
+        max_context: int,
+        kv_capacity_tokens: int,
+        shares_prefixes: bool = True,
     ) -> None:
         self._model = model
-        self._device = next(model.parameters()).device
         self._vocab_size = vocab_size
         self._max_context = max_context
-        self._store = KVStore(kv_capacity_tokens)
+        self.cache = PagedKVCache(kv_capacity_tokens, model.device, shares_prefixes=shares_prefixes)
 
     @property
     def vocab_size(self) -> int:
@@ -43,67 +94,42 @@ class ModelRunner:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        return self._store.capacity_tokens
+        return self.cache.capacity_tokens
 
     @property
     def kv_tokens_in_use(self) -> int:
-        return self._store.tokens_in_use
+        return self.cache.tokens_in_use
 
     def open(self, sequence_id: SequenceId) -> None:
-        self._store.open(sequence_id)
+        self.cache.open(sequence_id)
 
     def close(self, sequence_id: SequenceId) -> None:
-        self._store.close(sequence_id)
+        self.cache.close(sequence_id)
 
     def length(self, sequence_id: SequenceId) -> int:
-        return self._store.length(sequence_id)
+        return self.cache.blocks.length(sequence_id)
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
-        self._store.truncate(sequence_id, length)
+        self.cache.truncate(sequence_id, length)
+
+    def reserve(self, item: ForwardItem, num_extra: int = 0) -> None:
+        """See `Runner.reserve`."""
+        total = self.length(item.sequence_id) + self.cache.num_missing(item) + num_extra
+        if total > self._max_context:
+            raise StaleCache(
+                f"sequence {item.sequence_id}: {total} positions exceed the context of {self._max_context}"
+            )
+        self.cache.reserve(item, num_extra)
 
     @torch.inference_mode()
     def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
         """See `Runner.forward`."""
-        self._check_room(items)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        segments: list[Segment] = []
         for item in items:
-            start, cached = len(token_ids), self._store.length(item.sequence_id)
-            token_ids.extend(item.token_ids)
-            positions.extend(range(cached, cached + len(item.token_ids)))
-            rows.extend(range(len(token_ids) - item.num_rows, len(token_ids)))
-            segments.append(Segment(item.sequence_id, start, len(token_ids)))
-        logits = self._run_model(token_ids, positions, rows, tuple(segments))
-        for segment in segments:
-            self._store.advance(segment.sequence_id, segment.end - segment.start)
+            self.reserve(item)
+        batch = self.cache.batch(items)
+        if len(batch.token_ids):
+            logits = self._model.forward(batch, self.cache)
+        else:  # every token was cached already, and no row is wanted
+            logits = torch.empty(0, self._vocab_size, device=self._model.device)
+        self.cache.advance(items)
         return logits
-
-    def _check_room(self, items: Sequence[ForwardItem]) -> None:
-        self._store.reserve(sum(len(item.token_ids) for item in items))
-        for item in items:
-            total = self._store.length(item.sequence_id) + len(item.token_ids)
-            if total > self._max_context:
-                raise StaleCache(
-                    f"sequence {item.sequence_id}: {total} positions exceed the context "
-                    f"of {self._max_context}"
-                )
-
-    def _run_model(
-        self, token_ids: list[int], positions: list[int], rows: list[int], segments: tuple[Segment, ...]
-    ) -> torch.Tensor:
-        # Without wanted rows (a prefill chunk) one row still goes through the head and is dropped.
-        wanted = rows or [0]
-        output = self._model(
-            input_ids=self._tensor(token_ids).unsqueeze(0),
-            position_ids=self._tensor(positions).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=self._tensor(wanted),
-            specdec_batch=PackedBatch(self._store, segments),
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits[: len(rows)]
-
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)

@@ -44,7 +44,7 @@ class Runner(Protocol):
 
     @property
     def kv_tokens_in_use(self) -> int:
-        """Cached positions over all sequences."""
+        """Positions of the cache that sequences hold, in whole blocks; shared ones count once."""
         ...
 
     def open(self, sequence_id: SequenceId) -> None:
@@ -67,17 +67,29 @@ class Runner(Protocol):
         """
         ...
 
+    def reserve(self, item: ForwardItem, num_extra: int = 0) -> None:
+        """Make room for an item that will be fed next, and for ``num_extra`` tokens behind it.
+
+        Feeding it then cannot fail for want of room, whatever else is fed in between. Rolling back gives what
+        is not needed any more free again.
+
+        Raises:
+            KVCacheFull: there is no room.
+            StaleCache: the sequence would outgrow ``max_context``.
+        """
+        ...
+
     def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
         """Feed every item's tokens and return the wanted logits.
 
         Args:
-            items: distinct open sequences.
+            items: distinct open sequences, reserved or not.
 
         Returns:
             [sum of num_rows, >= vocab_size] raw logits, items in order, on the model's device.
 
         Raises:
-            KVCacheFull: the tokens do not fit; nothing was fed.
-            StaleCache: a sequence would outgrow ``max_context``; nothing was fed.
+            KVCacheFull: the tokens of an item not reserved do not fit; nothing was fed.
+            StaleCache: such a sequence would outgrow ``max_context``; nothing was fed.
         """
         ...

@@ -26,11 +26,11 @@ class Session:
     owner: str
     epoch: int
     opening: Opening
+    serial: int
+    """Rises with every opening: the highest is the youngest."""
     touched_at_s: float
     token_ids: list[int] = field(default_factory=list)
     """Exactly the cached tokens, speculated ones included."""
-    num_reserved: int = 0
-    """Tokens the worker itself may still feed in the current call."""
 
     def context(self, length: int) -> RowContext:
         """The condition of the row behind the first ``length`` cached tokens."""
@@ -41,6 +41,22 @@ class Session:
             length=length,
         )
 
+    def forward_item(self, token_ids: Sequence[int], num_rows: int) -> ForwardItem:
+        """Note that ``token_ids`` get cached, and return what to hand to the runner."""
+        self.token_ids.extend(token_ids)
+        return ForwardItem(sequence_id=self.sequence_id, token_ids=token_ids, num_rows=num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a call wants of one sequence."""
+
+    feed: Feed
+    num_rows: int
+    """Logits are wanted for the last ``num_rows`` tokens of the feed."""
+    num_extra: int = 0
+    """Tokens the worker itself will feed behind them in this call."""
+
 
 class SessionTable:
     """Keeps sessions and the runner's caches in step; one thread at a time."""
@@ -49,47 +65,42 @@ class SessionTable:
         self._runner = runner
         self._clock = clock
         self._sessions: dict[SequenceId, Session] = {}
+        self._preempted: dict[SequenceId, Session] = {}
+        """Gave way for want of memory; their coordinators are told at their next feed."""
         self._heard_at_s: dict[str, float] = {}
+        self._num_opened = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def prepare(self, owner: str, feed: Feed, num_extra: int = 0) -> Session | Lost:
-        """Roll a sequence back to what the feed keeps and check that its tokens fit.
+    def prepare(self, owner: str, wishes: Sequence[Wish]) -> list[Session | Lost]:
+        """Roll sequences back to what their feeds keep, and make room for what is fed behind it.
+
+        When the KV cache is full, the youngest sequence gives way to those before it; a sequence that finds
+        no younger one gives way itself. Whatever gives way is fed from its log again later.
 
         Args:
-            owner: the coordinator that sends the feed.
-            feed: what it sends.
-            num_extra: tokens the worker itself will feed behind them in this call.
+            owner: the coordinator that sends the feeds.
+            wishes: one per sequence.
 
         Returns:
-            The session, ready for `ForwardItem` of the feed, or why there is none.
+            For each wish the session, ready for `Session.forward_item` of its feed, or why there is none.
         """
         self._heard_at_s[owner] = self._clock()
-        try:
-            if not feed.token_ids:
-                raise StaleCache(f"sequence {feed.sequence_id}: a feed without tokens")
-            session = self._opened(owner, feed) if feed.keep == 0 else self._rolled_back(owner, feed)
-            session.num_reserved = 0
-            self._check_fits(feed, num_extra)
-            session.num_reserved = num_extra
-        except KVCacheFull as error:
-            self.release([feed.sequence_id])
-            return _lost(feed, error, out_of_memory=True)
-        except StaleCache as error:
-            return _lost(feed, error)
-        session.touched_at_s = self._clock()
-        return session
-
-    def forward_item(self, session: Session, token_ids: Sequence[int], num_rows: int) -> ForwardItem:
-        """Note that ``token_ids`` get cached, and return what to hand to the runner."""
-        session.token_ids.extend(token_ids)
-        return ForwardItem(sequence_id=session.sequence_id, token_ids=token_ids, num_rows=num_rows)
+        prepared = [self._prepare(owner, wish) for wish in wishes]
+        # One that was ready may have had to give way to a later wish.
+        return [
+            self._preempted_loss(wish.feed)
+            if isinstance(outcome, Session) and self._sessions.get(outcome.sequence_id) is not outcome
+            else outcome
+            for wish, outcome in zip(wishes, prepared, strict=True)
+        ]
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Free sequences; unknown ids are ignored, so releasing twice is fine."""
         for sequence_id in sequence_ids:
             self._sessions.pop(sequence_id, None)
+            self._preempted.pop(sequence_id, None)
             self._runner.close(sequence_id)
 
     def reconcile(self, heartbeat: Heartbeat) -> None:
@@ -97,7 +108,12 @@ class SessionTable:
         now_s = self._clock()
         self._heard_at_s[heartbeat.owner] = now_s
         self.release([s.sequence_id for s in self._sessions.values() if self._is_orphan(s, heartbeat, now_s)])
-        owners = {session.owner for session in self._sessions.values()}
+        self._preempted = {
+            sequence_id: session
+            for sequence_id, session in self._preempted.items()
+            if not self._is_orphan(session, heartbeat, now_s)
+        }
+        owners = {session.owner for session in (*self._sessions.values(), *self._preempted.values())}
         self._heard_at_s = {owner: t for owner, t in self._heard_at_s.items() if owner in owners}
 
     def _is_orphan(self, session: Session, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -106,11 +122,30 @@ class SessionTable:
             return is_unlisted and now_s - session.touched_at_s > LIVE_GRACE_S
         return now_s - self._heard_at_s.get(session.owner, session.touched_at_s) > UNHEARD_OWNER_S
 
+    def _prepare(self, owner: str, wish: Wish) -> Session | Lost:
+        feed = wish.feed
+        try:
+            if not feed.token_ids:
+                raise StaleCache(f"sequence {feed.sequence_id}: a feed without tokens")
+            session = self._opened(owner, feed) if feed.keep == 0 else self._rolled_back(owner, feed)
+            self._make_room(session, wish)
+        except KVCacheFull as error:
+            self.release([feed.sequence_id])
+            return _lost(feed, error, out_of_memory=True)
+        except StaleCache as error:
+            if feed.sequence_id in self._preempted:
+                return self._preempted_loss(feed)
+            return _lost(feed, error)
+        session.touched_at_s = self._clock()
+        return session
+
     def _opened(self, owner: str, feed: Feed) -> Session:
         if feed.opening is None:
             raise StaleCache(f"sequence {feed.sequence_id}: a feed from position 0 without its opening")
+        self.release([feed.sequence_id])
         self._runner.open(feed.sequence_id)
-        session = Session(feed.sequence_id, owner, feed.epoch, feed.opening, self._clock())
+        self._num_opened += 1
+        session = Session(feed.sequence_id, owner, feed.epoch, feed.opening, self._num_opened, self._clock())
         self._sessions[feed.sequence_id] = session
         return session
 
@@ -129,20 +164,34 @@ class SessionTable:
         del session.token_ids[feed.keep :]
         return session
 
-    def _check_fits(self, feed: Feed, num_extra: int) -> None:
-        num_new = len(feed.token_ids) + num_extra
-        if feed.keep + num_new > self._runner.max_context:
-            raise StaleCache(
-                f"sequence {feed.sequence_id}: {feed.keep + num_new} positions exceed the context of "
-                f"{self._runner.max_context}"
-            )
-        # Counted here and not in the runner, which has not been fed the other items of this call yet.
-        used = sum(len(session.token_ids) + session.num_reserved for session in self._sessions.values())
-        free = self._runner.kv_capacity_tokens - used
-        if num_new > free:
-            raise KVCacheFull(
-                f"sequence {feed.sequence_id}: {num_new} tokens of KV cache wanted, {free} free"
-            )
+    def _make_room(self, session: Session, wish: Wish) -> None:
+        """Reserve the cache for a wish; younger sequences give way, the youngest first.
+
+        Raises:
+            KVCacheFull: even so there is no room.
+            StaleCache: the sequence would outgrow the model's context.
+        """
+        item = ForwardItem(
+            sequence_id=session.sequence_id, token_ids=wish.feed.token_ids, num_rows=wish.num_rows
+        )
+        while True:
+            try:
+                return self._runner.reserve(item, wish.num_extra)
+            except KVCacheFull:
+                youngest = max(self._sessions.values(), key=lambda other: other.serial)
+                if youngest is session:
+                    raise
+                self.release([youngest.sequence_id])
+                self._preempted[youngest.sequence_id] = youngest
+
+    def _preempted_loss(self, feed: Feed) -> Lost:
+        self._preempted.pop(feed.sequence_id, None)
+        return Lost(
+            sequence_id=feed.sequence_id,
+            epoch=feed.epoch,
+            reason="it gave way to older sequences: the KV cache is full",
+            out_of_memory=True,
+        )
 
 
 def _lost(feed: Feed, error: SpecDecError, *, out_of_memory: bool = False) -> Lost:

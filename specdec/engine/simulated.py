@@ -70,6 +70,8 @@ class SimulatedRunner:
         self._latency = latency
         self._sleep = sleep
         self._tokens: dict[SequenceId, list[int]] = {}
+        self._room: dict[SequenceId, int] = {}
+        """Positions that each may fill."""
 
     @property
     def vocab_size(self) -> int:
@@ -85,13 +87,15 @@ class SimulatedRunner:
 
     @property
     def kv_tokens_in_use(self) -> int:
-        return sum(len(tokens) for tokens in self._tokens.values())
+        return sum(self._room.values())
 
     def open(self, sequence_id: SequenceId) -> None:
         self._tokens[sequence_id] = []
+        self._room[sequence_id] = 0
 
     def close(self, sequence_id: SequenceId) -> None:
         self._tokens.pop(sequence_id, None)
+        self._room.pop(sequence_id, None)
 
     def length(self, sequence_id: SequenceId) -> int:
         return len(self._tokens[sequence_id])
@@ -101,11 +105,26 @@ class SimulatedRunner:
         if length > len(tokens):
             raise StaleCache(f"sequence {sequence_id}: keep {length}, but {len(tokens)} positions are cached")
         del tokens[length:]
+        self._room[sequence_id] = length
+
+    def reserve(self, item: ForwardItem, num_extra: int = 0) -> None:
+        """See `Runner.reserve`."""
+        sequence_id = item.sequence_id
+        wanted = len(self._tokens[sequence_id]) + len(item.token_ids) + num_extra
+        if wanted > self._max_context:
+            raise StaleCache(
+                f"sequence {sequence_id}: {wanted} positions exceed the context of {self._max_context}"
+            )
+        room = max(self._room[sequence_id], wanted)
+        if self.kv_tokens_in_use - self._room[sequence_id] + room > self._kv_capacity_tokens:
+            raise KVCacheFull(f"room for {wanted} tokens wanted, {self._kv_capacity_tokens} in all")
+        self._room[sequence_id] = room
 
     def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
         """See `Runner.forward`."""
+        for item in items:
+            self.reserve(item)
         num_tokens = sum(len(item.token_ids) for item in items)
-        self._check_room(items, num_tokens)
         delay_s = self._latency(len(items), num_tokens)
         if delay_s > 0:
             self._sleep(delay_s)
@@ -116,10 +135,3 @@ class SimulatedRunner:
             first = len(tokens) - item.num_rows + 1
             rows.extend(self._law.row(tokens[:end]) for end in range(first, len(tokens) + 1))
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
-
-    def _check_room(self, items: Sequence[ForwardItem], num_tokens: int) -> None:
-        if self.kv_tokens_in_use + num_tokens > self._kv_capacity_tokens:
-            raise KVCacheFull(f"{num_tokens} tokens wanted, {self._kv_capacity_tokens} in all")
-        for item in items:
-            if len(self._tokens[item.sequence_id]) + len(item.token_ids) > self._max_context:
-                raise StaleCache(f"sequence {item.sequence_id} exceeds the context of {self._max_context}")

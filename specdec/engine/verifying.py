@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from specdec.engine.runner import Runner
-from specdec.engine.sessions import Session, SessionTable
+from specdec.engine.sessions import Session, SessionTable, Wish
 from specdec.messages import Draft, Lost, Verdict, VerifyReply, VerifyRequest
-from specdec.sampling.noise import Purpose, exponential_rows
+from specdec.sampling.drawing import draw
+from specdec.sampling.noise import Purpose
 from specdec.sampling.processors import RowContext, mask_padding, process_logits
-from specdec.sampling.verification import acceptance_ratios, race, residual_probs
+from specdec.sampling.verification import acceptance_ratios, residual_weights
 from specdec.types import VerificationMode
 
 
@@ -68,22 +70,25 @@ class TargetEngine:
 
     def verify(self, request: VerifyRequest) -> VerifyReply:
         """Apply every feed and judge every draft; sequences that cannot go on are reported as lost."""
-        lost: list[Lost] = []
-        items = []
+        outcomes = self.sessions.prepare(
+            request.owner, [Wish(feed=item.feed, num_rows=item.num_rows) for item in request.items]
+        )
+        fed = []
         cases: list[_Case] = []
         num_rows = 0
-        for item in request.items:
-            session = self.sessions.prepare(request.owner, item.feed)
-            if isinstance(session, Lost):
-                lost.append(session)
-                continue
-            items.append(self.sessions.forward_item(session, item.feed.token_ids, item.num_rows))
-            if item.num_rows:
-                cases.append(_Case(session, item.draft, num_rows))
-                num_rows += item.num_rows
-        logits = self.runner.forward(items) if items else None
+        for item, outcome in zip(request.items, outcomes, strict=True):
+            if isinstance(outcome, Session):
+                fed.append(outcome.forward_item(item.feed.token_ids, item.num_rows))
+                if item.num_rows:
+                    cases.append(_Case(outcome, item.draft, num_rows))
+                    num_rows += item.num_rows
+        logits = self.runner.forward(fed) if fed else None
         verdicts = judge(logits, cases, self.runner.vocab_size) if logits is not None and cases else []
-        return VerifyReply(verdicts=tuple(verdicts), lost=tuple(lost))
+        return VerifyReply(
+            verdicts=tuple(verdicts),
+            lost=tuple(outcome for outcome in outcomes if isinstance(outcome, Lost)),
+            kv_free_tokens=self.runner.kv_capacity_tokens - self.runner.kv_tokens_in_use,
+        )
 
 
 def judge(logits: torch.Tensor, cases: list[_Case], vocab_size: int) -> list[Verdict]:
@@ -96,10 +101,12 @@ def judge(logits: torch.Tensor, cases: list[_Case], vocab_size: int) -> list[Ver
     """
     contexts = [context for case in cases for context in case.contexts()]
     processed = process_logits(mask_padding(logits, vocab_size), contexts)
-    # Greedy choices for every row; sampled rows are overwritten below.
-    token_ids = processed.argmax(dim=-1)
-    ratios: dict[int, list[float]] = {}
     sampled = [case for case in cases if case.mode is not VerificationMode.GREEDY]
+    if len(sampled) < len(cases):
+        token_ids = processed.argmax(dim=-1)  # greedy choices for every row; sampled rows are overwritten
+    else:
+        token_ids = torch.empty(len(processed), dtype=torch.int64, device=processed.device)
+    ratios: dict[int, list[float]] = {}
     if sampled:
         _judge_sampled(processed, sampled, token_ids, ratios)
     chosen = token_ids.tolist()
@@ -110,28 +117,47 @@ def _judge_sampled(
     processed: torch.Tensor, cases: list[_Case], token_ids: torch.Tensor, ratios: dict[int, list[float]]
 ) -> None:
     """Fill in the draws of coupled and rejection rows: from the target's law, or from the residual."""
-    device = processed.device
     rows = [row for case in cases for row in range(case.start, case.start + case.num_rows)]
-    probs = torch.softmax(processed[rows], dim=-1)
-    row_of = {row: i for i, row in enumerate(rows)}
-    weights = probs.clone()
-    for case in cases:
-        if case.mode is VerificationMode.REJECTION and case.draft_ids:
-            first = row_of[case.start]
-            span = slice(first, first + len(case.draft_ids))
-            ratios[case.start], weights[span] = _compare(probs[span], case, device)
+    probs = torch.softmax(processed if len(rows) == len(processed) else processed[rows], dim=-1)
+    drafted = [case for case in cases if case.mode is VerificationMode.REJECTION and case.draft_ids]
+    weights = _compare(probs, rows, drafted, ratios) if drafted else probs
     keys = [key for case in cases for key in case.noise_keys()]
-    noise = torch.from_numpy(exponential_rows(keys, Purpose.TARGET, probs.shape[-1])).to(device)
-    token_ids[rows] = race(weights, noise)
+    token_ids[rows] = draw(weights, keys, Purpose.TARGET)
 
 
-def _compare(probs: torch.Tensor, case: _Case, device: torch.device) -> tuple[list[float], torch.Tensor]:
-    """Acceptance ratios [gamma] and residual distributions [gamma, vocab] of one draft."""
-    assert case.draft is not None
-    assert case.draft.support_ids is not None
-    assert case.draft.support_probs is not None
-    support_ids = torch.tensor(case.draft.support_ids, dtype=torch.long, device=device)
-    support_probs = torch.tensor(case.draft.support_probs, device=device)
-    draft_ids = torch.tensor(case.draft_ids, dtype=torch.long, device=device)
-    ratios = acceptance_ratios(probs, draft_ids, support_ids, support_probs)
-    return ratios.tolist(), residual_probs(probs, support_ids, support_probs)
+def _compare(
+    probs: torch.Tensor, rows: list[int], cases: list[_Case], ratios: dict[int, list[float]]
+) -> torch.Tensor:
+    """Note the acceptance ratios of drafts, and put the residual distributions in place of their rows.
+
+    Args:
+        probs: [rows, vocab] the target's law, overwritten.
+        rows: which rows of the logits these are.
+        cases: with drafts of rejection mode; the supports of all have the same width.
+        ratios: by ``case.start``, added to.
+
+    Returns:
+        [rows, vocab] what to draw from.
+    """
+    idx_of = {row: idx for idx, row in enumerate(rows)}
+    spans = [range(idx_of[case.start], idx_of[case.start] + len(case.draft_ids)) for case in cases]
+    compared = torch.tensor([idx for span in spans for idx in span], device=probs.device)
+    drafts = [case.draft for case in cases if case.draft is not None]
+    support_ids, support_probs = _supports(drafts, probs.device)
+    draft_ids = torch.tensor([token for draft in drafts for token in draft.token_ids], device=probs.device)
+    target_probs = probs[compared]
+    found = acceptance_ratios(target_probs, draft_ids, support_ids, support_probs).tolist()
+    for case in cases:
+        ratios[case.start], found = found[: len(case.draft_ids)], found[len(case.draft_ids) :]
+    return probs.index_copy_(0, compared, residual_weights(target_probs, support_ids, support_probs))
+
+
+def _supports(drafts: list[Draft], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all drafted positions below each other: ids [positions, K] int64, and their draft_probs."""
+    ids = [draft.support_ids for draft in drafts if draft.support_ids is not None]
+    draft_probs = [draft.support_probs for draft in drafts if draft.support_probs is not None]
+    assert len(ids) == len(draft_probs) == len(drafts)
+    return (
+        torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
+        torch.from_numpy(np.concatenate(draft_probs)).to(device),
+    )

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from specdec.engine.drafting import DraftEngine
+from specdec.engine.threads import get_num_threads, set_num_threads
 from specdec.engine.verifying import TargetEngine
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
 from specdec.types import SequenceId, WorkerId
@@ -36,8 +35,8 @@ class ModelThread(ThreadPoolExecutor):
     """
 
     def __init__(self) -> None:
-        # torch's number of threads is a setting of each calling thread, too.
-        super().__init__(1, "model", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+        # The number of threads is a setting of each calling thread, too.
+        super().__init__(1, "model", initializer=set_num_threads, initargs=(get_num_threads(),))
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call it there and wait."""

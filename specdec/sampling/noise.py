@@ -12,7 +12,6 @@ so noise seen by a discarded tail is independent of everything committed before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -32,9 +31,13 @@ class Purpose(IntEnum):
     """Recovered and bonus tokens; in coupled mode the noise that draft and target share."""
 
 
+def philox_key(seed: int, position: int, purpose: Purpose) -> tuple[int, int]:
+    """Two words of 64 bits; the low byte of the second holds the purpose, positions stay far below 2**56."""
+    return seed, (position << 8) | purpose
+
+
 def _philox(seed: int, position: int, purpose: Purpose) -> np.random.Philox:
-    # The low byte of the second key word holds the purpose; positions stay far below 2**56.
-    return np.random.Philox(key=np.array([seed, (position << 8) | purpose], dtype=np.uint64))
+    return np.random.Philox(key=np.array(philox_key(seed, position, purpose), dtype=np.uint64))
 
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
@@ -46,7 +49,8 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
 def exponentials(seed: int, position: int, purpose: Purpose, vocab_size: int) -> Float32Array:
     """Standard exponential noise over the vocabulary, [vocab_size] float32, all finite and > 0.
 
-    ``-log`` of it is Gumbel noise; see `specdec.sampling.verification.race`.
+    ``-log`` of it is Gumbel noise; see `specdec.sampling.verification.race`. This is the definition; workers
+    use the compiled `specdec.sampling.drawing`, which agrees to the last bits of a float32.
     """
     raw = _philox(seed, position, purpose).random_raw((vocab_size + 1) // 2)
     noise = raw.view(np.uint32)[:vocab_size].astype(np.float32)
@@ -57,11 +61,3 @@ def exponentials(seed: int, position: int, purpose: Purpose, vocab_size: int) ->
     np.negative(noise, out=noise)
     np.log1p(noise, out=noise)
     return np.negative(noise, out=noise)
-
-
-def exponential_rows(keys: Sequence[tuple[int, int]], purpose: Purpose, vocab_size: int) -> Float32Array:
-    """Noise for several (seed, position) keys, [len(keys), vocab_size] float32."""
-    rows = np.empty((len(keys), vocab_size), dtype=np.float32)
-    for row, (seed, position) in zip(rows, keys, strict=True):
-        row[:] = exponentials(seed, position, purpose, vocab_size)
-    return rows

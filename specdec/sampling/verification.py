@@ -47,7 +47,15 @@ def truncate_support(draft_probs: torch.Tensor, support: int) -> tuple[torch.Ten
 def residual_probs(
     target_probs: torch.Tensor, support_ids: torch.Tensor, support_probs: torch.Tensor
 ) -> torch.Tensor:
-    """norm(max(0, target - draft)), what to draw from after a rejection.
+    """norm(max(0, target - draft)), what to draw from after a rejection: `residual_weights`, normalised."""
+    weights = residual_weights(target_probs, support_ids, support_probs)
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def residual_weights(
+    target_probs: torch.Tensor, support_ids: torch.Tensor, support_probs: torch.Tensor
+) -> torch.Tensor:
+    """max(0, target - draft), in proportion to which a token is drawn after a rejection.
 
     Args:
         target_probs: [rows, vocab], rows sum to 1.
@@ -55,14 +63,16 @@ def residual_probs(
         support_probs: [rows, K] its probabilities there.
 
     Returns:
-        [rows, vocab]. ``target_probs`` itself where both laws are equal: nothing can be rejected there, so
-        the value is unused; it keeps the function total.
+        [rows, vocab], no row all 0: it is ``target_probs`` itself where both laws are equal. Nothing can be
+        rejected there, so the value is unused; it keeps the function total.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
     excess = target_probs.scatter_add(1, support_ids, -support_probs).clamp_min_(0.0)
-    total = excess.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0.0, excess / total.clamp_min(torch.finfo(total.dtype).tiny), target_probs)
+    is_empty = excess.sum(dim=-1) <= 0.0
+    if is_empty.any():
+        excess[is_empty] = target_probs[is_empty]
+    return excess
 
 
 def acceptance_ratios(

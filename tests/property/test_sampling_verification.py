@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.sampling.noise import Purpose, exponential_rows
-from specdec.sampling.verification import acceptance_ratios, race, residual_probs, truncate_support
+from specdec.sampling.drawing import exponential_rows
+from specdec.sampling.noise import Purpose
+from specdec.sampling.verification import (
+    acceptance_ratios,
+    race,
+    residual_probs,
+    residual_weights,
+    truncate_support,
+)
 from specdec.speculation.acceptance import count_accepted
 from specdec.types import VerificationMode
 from tests.laws import race_joint_law
@@ -91,7 +98,8 @@ def test_residual_is_a_law_outside_what_the_draft_covers(case):
     assert torch.all(residual >= 0.0)
     for row in range(len(target)):
         if covered[row].all():
-            assert torch.equal(residual[row], target[row]), "nothing can be rejected: the target itself"
+            weights = residual_weights(target, ids, probs)
+            assert torch.equal(weights[row], target[row]), "nothing can be rejected: the target itself"
         else:
             assert torch.all(residual[row][covered[row]] == 0.0)
 
@@ -143,13 +151,13 @@ def test_race_never_draws_an_index_of_weight_zero(data, vocab_size, dtype):
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_race_needs_no_normalised_weights(scale):
     weights = torch.tensor([[0.0, 0.2, 0.5, 0.3]]).expand(500, -1)
-    noise = torch.from_numpy(exponential_rows([(seed, 0) for seed in range(500)], Purpose.TARGET, 4))
+    noise = exponential_rows([(seed, 0) for seed in range(500)], Purpose.TARGET, 4)
     assert torch.equal(race(weights * scale, noise), race(weights, noise))
 
 
 def test_race_is_the_argmax_of_log_weights_plus_gumbel_noise():
     weights = torch.softmax(torch.randn(500, 20, generator=torch.Generator().manual_seed(1)), dim=-1)
-    noise = torch.from_numpy(exponential_rows([(seed, 3) for seed in range(500)], Purpose.TARGET, 20))
+    noise = exponential_rows([(seed, 3) for seed in range(500)], Purpose.TARGET, 20)
     gumbel = -noise.double().log()
     assert torch.equal(race(weights, noise), (weights.double().log() + gumbel).argmax(dim=-1))
 

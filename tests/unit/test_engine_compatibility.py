@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from specdec.engine import attention
+from specdec.engine.attention.interface import IMPLEMENTATION
 from specdec.engine.compatibility import refuse_incompatible
 from specdec.engine.loading import choose_device, load_model
 from specdec.errors import ConfigError, ModelUnavailable
@@ -142,13 +142,13 @@ def wrap(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, forward: Call
 def refusal_of(model: PreTrainedModel) -> str:
     with pytest.raises(ConfigError, match=r"model 'tiny' \(LlamaForCausalLM\) cannot be served") as refusal:
         refuse_incompatible("tiny", model)
-    assert model.config._attn_implementation == attention.IMPLEMENTATION
+    assert model.config._attn_implementation == IMPLEMENTATION
     return refusal.value.message
 
 
 def test_unbroken_model_is_accepted_and_left_as_it_was(llama):
     refuse_incompatible("tiny", llama)
-    assert llama.config._attn_implementation == attention.IMPLEMENTATION
+    assert llama.config._attn_implementation == IMPLEMENTATION
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""The draft side of a round, on a real model and on a simulated one."""
+"""The draft side of a round, on a real model by both paths and on a simulated one."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from tests.tiny_models import (
     GREEDY,
     OWNER,
     REJECTION,
+    RUNNERS,
     feed,
     fresh_logits,
-    model_runner,
+    in_blocks,
     propose,
     runner_of,
     sequence_id,
-    simulated_runner,
     tiny_llama,
     tokens,
 )
@@ -27,7 +27,7 @@ SUPPORT = 16
 A, B, C = (sequence_id(name) for name in "abc")
 
 
-@pytest.fixture(params=[model_runner, simulated_runner], ids=["model", "simulated"])
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
 def make_engine(request):
     return lambda **limits: DraftEngine(request.param(**limits), SUPPORT)
 
@@ -188,25 +188,25 @@ def test_empty_request_is_answered(engine):
 
 
 def test_sequence_without_room_is_lost_while_the_others_go_on(make_engine):
-    engine = make_engine(kv_capacity_tokens=30)
+    engine = make_engine(kv_capacity_tokens=48)
     small = feed("b", tokens(8), sampling=REJECTION)
-    reply = engine.propose(propose((feed("a", tokens(15)), 3), (feed("c", tokens(12)), 3), (small, 3)))
+    reply = engine.propose(propose((feed("a", tokens(15)), 3), (feed("c", tokens(30)), 3), (small, 3)))
     assert [draft.sequence_id for draft in reply.drafts] == [A, B]
     assert [(lost.sequence_id, lost.out_of_memory) for lost in reply.lost] == [(C, True)]
-    assert engine.runner.kv_tokens_in_use == 15 + 2 + 8 + 2
+    assert engine.runner.kv_tokens_in_use == in_blocks(engine.runner, 15 + 2, 8 + 2)
 
 
 def test_room_kept_for_drafting_is_given_back_after_the_call(make_engine):
-    engine = make_engine(kv_capacity_tokens=12)
-    drafted(engine, feed("a", tokens(5)), 4)
-    assert engine.runner.kv_tokens_in_use == 8
-    assert drafted(engine, feed("b", tokens(4)), 1).sequence_id == B
+    engine = make_engine(kv_capacity_tokens=32)
+    drafted(engine, feed("a", tokens(13)), 4)
+    assert engine.runner.kv_tokens_in_use == 16
+    assert drafted(engine, feed("b", tokens(16)), 1).sequence_id == B
 
 
 def test_room_kept_for_drafting_is_given_back_after_a_call_that_failed(make_engine, monkeypatch):
-    engine = make_engine(kv_capacity_tokens=9)
-    drafted(engine, feed("a", tokens(5)), 0)
-    behind = feed("a", [7], keep=5)
+    engine = make_engine(kv_capacity_tokens=16)
+    drafted(engine, feed("a", tokens(12)), 0)
+    behind = feed("a", [7], keep=12)
 
     def failing(items):
         raise RuntimeError("device lost")
@@ -216,6 +216,7 @@ def test_room_kept_for_drafting_is_given_back_after_a_call_that_failed(make_engi
         with pytest.raises(RuntimeError):
             drafted(engine, behind, 4)
     assert len(drafted(engine, behind, 4).token_ids) == 4
+    assert engine.runner.kv_tokens_in_use == 16
 
 
 def test_draft_that_would_outgrow_the_context_is_lost_and_a_shorter_one_is_not(make_engine):

@@ -199,8 +199,8 @@ async def test_sequence_that_outgrows_the_drafts_context_goes_on_without_it():
 
 
 async def test_draft_without_room_for_a_sequence_is_not_asked_again():
-    prompt = tokens(60)
-    draft = Recorder(model_runner(kv_capacity_tokens=50))
+    prompt = tokens(70)
+    draft = Recorder(model_runner(kv_capacity_tokens=64))
     async with system(model_runner(), draft) as local:
         long, short = await asyncio.gather(
             generated(local, "long", prompt), generated(local, "short", tokens(8), max_tokens=20)

@@ -15,11 +15,10 @@ from tests.tiny_models import (
     GREEDY,
     OWNER,
     REJECTION,
+    RUNNERS,
     feed,
-    model_runner,
     propose,
     sequence_id,
-    simulated_runner,
     tokens,
 )
 
@@ -28,7 +27,7 @@ PROMPT_LEN = 9
 GAMMA = 4
 CHUNK = 512
 SUPPORT = 64
-NOISE = 0.001
+NOISE = 0.0015
 """Makes a draft that is right about every other time."""
 MODES = pytest.mark.parametrize("sampling", [GREEDY, REJECTION, COUPLED], ids=lambda s: s.mode.value)
 
@@ -67,7 +66,7 @@ class Rounds:
         return self.verify(self.propose(gamma))
 
 
-@pytest.fixture(params=[model_runner, simulated_runner], ids=["model", "simulated"])
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
 def make_runner(request):
     return request.param
 

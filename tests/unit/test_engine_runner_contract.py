@@ -1,4 +1,4 @@
-"""What every `Runner` promises, checked on the real one and on the simulated one alike."""
+"""What every `Runner` promises, checked on the real one by both paths and on the simulated one alike."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,15 @@ import torch
 from specdec.engine.runner import Runner
 from specdec.errors import KVCacheFull, StaleCache
 from tests.tiny_models import (
+    RUNNERS,
     VOCAB_SIZE,
+    block_size,
     fed,
     fed_in_chunks,
     fresh_logits,
+    in_blocks,
     item,
-    model_runner,
     sequence_id,
-    simulated_runner,
     tokens,
 )
 
@@ -25,19 +26,23 @@ MakeRunner = Callable[..., Runner]
 
 
 class Kind:
-    """One implementation and how exactly it repeats itself."""
+    """One implementation, how exactly it repeats itself, and the size of its blocks."""
 
     def __init__(self, make: MakeRunner, tolerance: float) -> None:
         self.make = make
         self.tolerance = tolerance
+        self.block = block_size(make())
 
     def assert_same(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=self.tolerance)
 
 
-@pytest.fixture(params=[(model_runner, 1e-5), (simulated_runner, 0.0)], ids=["model", "simulated"])
+TOLERANCES = {"model": 1e-5, "decoder": 1e-5, "simulated": 0.0}
+
+
+@pytest.fixture(params=RUNNERS)
 def kind(request):
-    return Kind(*request.param)
+    return Kind(RUNNERS[request.param], TOLERANCES[request.param])
 
 
 @pytest.fixture
@@ -61,8 +66,10 @@ def test_forward_advances_length_by_the_tokens_fed(runner):
 
 
 def test_limits_are_those_it_was_made_with(kind):
+    """Of the cache, whole blocks."""
     runner = kind.make(max_context=77, kv_capacity_tokens=99)
-    assert (runner.vocab_size, runner.max_context, runner.kv_capacity_tokens) == (VOCAB_SIZE, 77, 99)
+    assert (runner.vocab_size, runner.max_context) == (VOCAB_SIZE, 77)
+    assert runner.kv_capacity_tokens == (99 if kind.block == 1 else 112)
 
 
 def test_logits_have_one_row_per_row_wanted_and_cover_the_vocabulary(runner):
@@ -136,25 +143,82 @@ def test_truncating_beyond_the_length_is_stale_and_keeps_the_cache(runner):
 
 
 def test_full_cache_feeds_nothing_of_the_whole_batch(kind):
-    runner = kind.make(kv_capacity_tokens=10)
+    block = kind.block
+    runner = kind.make(kv_capacity_tokens=10 * block)
     runner.open(A)
     runner.open(B)
-    fed(runner, "a", tokens(6))
+    fed(runner, "a", tokens(6 * block))
     with pytest.raises(KVCacheFull):
-        runner.forward([item("a", tokens(1)), item("b", tokens(4))])
-    assert (runner.length(A), runner.length(B)) == (6, 0)
-    runner.forward([item("a", tokens(1)), item("b", tokens(3))])
+        runner.forward([item("a", tokens(1)), item("b", tokens(3 * block + 1))])
+    assert (runner.length(A), runner.length(B)) == (6 * block, 0)
+    runner.forward([item("a", tokens(block)), item("b", tokens(3 * block))])
     assert runner.kv_tokens_in_use == runner.kv_capacity_tokens
 
 
 def test_rollback_makes_room_at_once(kind):
-    runner = kind.make(kv_capacity_tokens=10)
+    block = kind.block
+    runner = kind.make(kv_capacity_tokens=10 * block)
     runner.open(A)
     runner.open(B)
-    fed(runner, "a", tokens(10))
-    runner.truncate(A, 4)
-    fed(runner, "b", tokens(6))
-    assert runner.kv_tokens_in_use == 10
+    fed(runner, "a", tokens(10 * block))
+    runner.truncate(A, 4 * block)
+    fed(runner, "b", tokens(6 * block))
+    assert runner.kv_tokens_in_use == 10 * block
+
+
+def test_reserved_item_and_its_extra_tokens_fit_whatever_is_fed_in_between(kind):
+    block = kind.block
+    runner = kind.make(kv_capacity_tokens=10 * block)
+    runner.open(A)
+    runner.open(B)
+    runner.reserve(item("a", tokens(3 * block)), num_extra=2 * block)
+    assert (runner.length(A), runner.kv_tokens_in_use) == (0, 5 * block)
+    with pytest.raises(KVCacheFull):
+        fed(runner, "b", tokens(5 * block + 1))
+    fed(runner, "b", tokens(5 * block))
+    fed(runner, "a", tokens(3 * block))
+    for _ in range(2 * block):
+        fed(runner, "a", tokens(1))
+    assert runner.length(A) == 5 * block
+    assert runner.kv_tokens_in_use == 10 * block
+
+
+def test_reserving_again_for_the_same_item_takes_nothing_more(kind, runner):
+    for _ in range(3):
+        runner.reserve(item("a", tokens(5)), num_extra=3)
+    assert runner.kv_tokens_in_use == in_blocks(runner, 8)
+
+
+def test_rollback_gives_back_what_was_reserved(kind):
+    block = kind.block
+    runner = kind.make(kv_capacity_tokens=10 * block)
+    runner.open(A)
+    fed(runner, "a", tokens(block))
+    runner.reserve(item("a", tokens(1)), num_extra=9 * block - 1)
+    assert runner.kv_tokens_in_use == 10 * block
+    runner.truncate(A, block)
+    assert runner.kv_tokens_in_use == block
+
+
+def test_reserving_beyond_the_cache_is_refused_and_changes_nothing(kind):
+    block = kind.block
+    runner = kind.make(kv_capacity_tokens=10 * block)
+    runner.open(A)
+    fed(runner, "a", tokens(3 * block))
+    with pytest.raises(KVCacheFull):
+        runner.reserve(item("a", tokens(1)), num_extra=7 * block)
+    assert (runner.length(A), runner.kv_tokens_in_use) == (3 * block, 3 * block)
+    runner.reserve(item("a", tokens(1)), num_extra=7 * block - 1)
+
+
+def test_reserving_beyond_the_context_is_stale_and_changes_nothing(kind):
+    runner = kind.make(max_context=8)
+    runner.open(A)
+    fed(runner, "a", tokens(5))
+    with pytest.raises(StaleCache, match="sequence a: 9 positions exceed the context of 8"):
+        runner.reserve(item("a", tokens(2)), num_extra=2)
+    assert (runner.length(A), runner.kv_tokens_in_use) == (5, in_blocks(runner, 5))
+    runner.reserve(item("a", tokens(2)), num_extra=1)
 
 
 def test_outgrown_context_feeds_nothing_of_the_whole_batch(kind):
@@ -185,14 +249,15 @@ def test_reopening_drops_the_old_cache(kind, runner):
     kind.assert_same(fed(runner, "a", token_ids), fresh_logits(runner, token_ids))
 
 
-def test_tokens_in_use_are_the_lengths_of_the_open_sequences(runner):
+def test_tokens_in_use_are_the_lengths_of_the_open_sequences_in_whole_blocks(runner):
     fed(runner, "a", tokens(6))
     fed(runner, "b", tokens(70))
-    assert runner.kv_tokens_in_use == runner.length(A) + runner.length(B) == 76
+    assert (runner.length(A), runner.length(B)) == (6, 70)
+    assert runner.kv_tokens_in_use == in_blocks(runner, 6, 70)
     runner.truncate(B, 30)
-    assert runner.kv_tokens_in_use == 36
+    assert runner.kv_tokens_in_use == in_blocks(runner, 6, 30)
     runner.close(A)
-    assert runner.kv_tokens_in_use == 30
+    assert runner.kv_tokens_in_use == in_blocks(runner, 30)
     runner.close(B)
     assert runner.kv_tokens_in_use == 0
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.engine.sessions import LIVE_GRACE_S, UNHEARD_OWNER_S, Session, SessionTable
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.sessions import LIVE_GRACE_S, UNHEARD_OWNER_S, Session, SessionTable, Wish
 from specdec.messages import Heartbeat, Lost
-from tests.tiny_models import OWNER, feed, sequence_id, simulated_runner
+from tests.tiny_models import OWNER, RUNNERS, block_size, feed, sequence_id, simulated_runner
 
-A, B = sequence_id("a"), sequence_id("b")
+A, B, C = (sequence_id(name) for name in "abc")
 
 
 class Clock:
@@ -25,20 +26,22 @@ class Clock:
 class Table(SessionTable):
     """With the runner fed as an engine would feed it."""
 
-    def __init__(self, clock=None, **limits):
-        self.runner = simulated_runner(**limits)
+    def __init__(self, clock=None, make=simulated_runner, **limits):
+        self.runner = make(**limits)
         super().__init__(self.runner, clock or Clock())
 
     def apply(self, *feeds, owner=OWNER, num_extra=0):
-        """One call of an engine: each feed is prepared and noted in turn, then one forward takes all."""
-        answers, items = [], []
-        for f in feeds:
-            answer = self.prepare(owner, f, num_extra)
-            answers.append(answer)
-            if isinstance(answer, Session):
-                items.append(self.forward_item(answer, f.token_ids, 0))
+        """One call of an engine: all feeds are prepared, then one forward takes all that are ready."""
+        answers = self.prepare(owner, [Wish(feed=f, num_rows=0, num_extra=num_extra) for f in feeds])
+        items = [
+            answer.forward_item(f.token_ids, 0)
+            for f, answer in zip(feeds, answers, strict=True)
+            if isinstance(answer, Session)
+        ]
         if items:
             self.runner.forward(items)
+        if isinstance(self.runner, ModelRunner):
+            self.runner.cache.blocks.check_invariants()
         return answers
 
     def beat(self, *live, owner=OWNER):
@@ -53,6 +56,10 @@ def clock():
 @pytest.fixture
 def table(clock):
     return Table(clock)
+
+
+def are_ready(answers):
+    return [isinstance(answer, Session) for answer in answers]
 
 
 def assert_lost(answer, reason, *, out_of_memory=False):
@@ -150,10 +157,10 @@ def test_outgrown_context_is_lost():
 
 def test_items_of_one_call_that_exceed_capacity_together_lose_the_later_ones():
     table = Table(kv_capacity_tokens=10)
-    first, second, third, fourth = table.apply(*(feed(name, [3] * 4) for name in "abcd"))
-    assert [isinstance(answer, Session) for answer in (first, second)] == [True, True]
-    assert_lost(third, "4 tokens of KV cache wanted, 2 free", out_of_memory=True)
-    assert_lost(fourth, "4 tokens of KV cache wanted, 2 free", out_of_memory=True)
+    *ready, third, fourth = table.apply(*(feed(name, [3] * 4) for name in "abcd"))
+    assert are_ready(ready) == [True, True]
+    assert_lost(third, "room for 4 tokens wanted, 10 in all", out_of_memory=True)
+    assert_lost(fourth, "room for 4 tokens wanted, 10 in all", out_of_memory=True)
     assert table.runner.kv_tokens_in_use == 8
 
 
@@ -167,18 +174,18 @@ def test_smaller_item_behind_one_that_does_not_fit_still_fits():
 
 def test_tokens_a_worker_will_feed_itself_are_counted_beforehand():
     table = Table(kv_capacity_tokens=10)
-    first, second, third = table.apply(*(feed(name, [3] * 3) for name in "abc"), num_extra=2)
-    assert [isinstance(answer, Session) for answer in (first, second)] == [True, True]
-    assert_lost(third, "5 tokens of KV cache wanted, 0 free", out_of_memory=True)
+    *ready, third = table.apply(*(feed(name, [3] * 3) for name in "abc"), num_extra=2)
+    assert are_ready(ready) == [True, True]
+    assert_lost(third, "room for 5 tokens wanted, 10 in all", out_of_memory=True)
 
 
-def test_sequence_that_does_not_fit_gives_back_what_it_held():
+def test_youngest_sequence_that_does_not_fit_gives_back_what_it_held():
     table = Table(kv_capacity_tokens=10)
     table.apply(feed("a", [3] * 5), feed("b", [3] * 5))
-    [answer] = table.apply(feed("a", [4], keep=5))
-    assert_lost(answer, "1 tokens of KV cache wanted, 0 free", out_of_memory=True)
+    [answer] = table.apply(feed("b", [4], keep=5))
+    assert_lost(answer, "room for 6 tokens wanted, 10 in all", out_of_memory=True)
     assert table.runner.kv_tokens_in_use == 5
-    [session] = table.apply(feed("b", [4], keep=5))
+    [session] = table.apply(feed("a", [4], keep=5))
     assert len(session.token_ids) == 6
 
 
@@ -194,6 +201,198 @@ def test_starting_anew_gives_back_the_old_cache_first():
     table.apply(feed("a", [3] * 10))
     [session] = table.apply(feed("a", [4] * 10, epoch=1))
     assert session.token_ids == [4] * 10
+
+
+# Giving way -----------------------------------------------------------------------------------------------
+
+GAVE_WAY = "it gave way to older sequences: the KV cache is full"
+
+
+class Blocks(Table):
+    """Counts in blocks; no two sequences begin alike."""
+
+    def __init__(self, make, num_blocks, clock=None):
+        self.size = block_size(make())
+        super().__init__(clock, make, kv_capacity_tokens=num_blocks * self.size)
+
+    def blocks(self, name, count, *, keep=0, epoch=0):
+        return feed(name, [3 + ord(name) - ord("a")] * (count * self.size), keep=keep * self.size, epoch=epoch)
+
+    @property
+    def num_free(self):
+        return (self.runner.kv_capacity_tokens - self.runner.kv_tokens_in_use) // self.size
+
+
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
+def make_runner(request):
+    return request.param
+
+
+def test_youngest_gives_way_to_an_older_one_that_grows(make_runner):
+    table = Blocks(make_runner, 3)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1), table.blocks("c", 1))
+    [grown] = table.apply(table.blocks("a", 1, keep=1))
+    assert len(grown.token_ids) == 2 * table.size
+    assert (len(table), table.num_free) == (2, 0)
+    kept, lost = table.apply(table.blocks("b", 1), table.blocks("c", 1, keep=1))
+    assert isinstance(kept, Session)
+    assert lost == Lost(sequence_id=C, epoch=0, reason=GAVE_WAY, out_of_memory=True)
+
+
+def test_as_many_give_way_as_are_needed_and_no_more(make_runner):
+    table = Blocks(make_runner, 5)
+    table.apply(*(table.blocks(name, 1) for name in "abcde"))
+    [session] = table.apply(table.blocks("a", 2, keep=1))
+    assert len(session.token_ids) == 3 * table.size
+    assert (len(table), table.num_free) == (3, 0)
+    answers = table.apply(*(table.blocks(name, 1, keep=1) for name in "de"))
+    assert [answer.reason for answer in answers] == [GAVE_WAY] * 2
+
+
+def test_sequence_gives_way_as_a_whole(make_runner):
+    table = Blocks(make_runner, 5)
+    table.apply(table.blocks("a", 1), table.blocks("b", 4))
+    table.apply(table.blocks("a", 1, keep=1))
+    assert (len(table), table.num_free) == (1, 3)
+
+
+def test_one_that_was_ready_gives_way_to_an_older_one_later_in_the_same_call(make_runner):
+    table = Blocks(make_runner, 3)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    answers = table.apply(table.blocks("b", 1, keep=1), table.blocks("a", 1, keep=1))
+    assert are_ready(answers) == [False, True]
+    assert answers[0] == Lost(sequence_id=B, epoch=0, reason=GAVE_WAY, out_of_memory=True)
+    assert (table.runner.length(A), len(table), table.num_free) == (2 * table.size, 1, 1)
+
+
+def test_one_that_gave_way_earlier_in_the_same_call_is_lost_there(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    answers = table.apply(table.blocks("a", 1, keep=1), table.blocks("b", 1, keep=1))
+    assert are_ready(answers) == [True, False]
+    assert answers[1].reason == GAVE_WAY
+
+
+def test_order_of_a_call_does_not_matter_among_opened_sequences(make_runner):
+    outcomes = []
+    for order in ("abc", "cba", "bca"):
+        table = Blocks(make_runner, 4)
+        table.apply(*(table.blocks(name, 1) for name in "abc"))
+        answers = table.apply(*(table.blocks(name, 1, keep=1) for name in order))
+        outcomes.append({name: isinstance(a, Session) for name, a in zip(order, answers, strict=True)})
+    assert outcomes == [{"a": True, "b": True, "c": False}] * 3
+
+
+def test_one_that_finds_no_younger_one_gives_way_itself(make_runner):
+    table = Blocks(make_runner, 3)
+    table.apply(table.blocks("a", 2), table.blocks("b", 1))
+    [lost] = table.apply(table.blocks("b", 1, keep=1))
+    assert lost.out_of_memory
+    assert lost.reason != GAVE_WAY
+    assert (len(table), table.num_free, table.runner.length(A)) == (1, 1, 2 * table.size)
+
+
+def test_newcomer_never_drives_out_another(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    [lost] = table.apply(table.blocks("c", 1))
+    assert lost.out_of_memory
+    assert are_ready(table.apply(table.blocks("a", 1), table.blocks("b", 1))) == [True, True]
+
+
+def test_one_that_comes_back_is_the_youngest(make_runner):
+    table = Blocks(make_runner, 4)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1), table.blocks("c", 1))
+    table.apply(table.blocks("a", 1, epoch=1))
+    [session] = table.apply(table.blocks("b", 2, keep=1))
+    assert len(session.token_ids) == 3 * table.size
+    _, c, a = table.apply(
+        table.blocks("b", 1, keep=2), table.blocks("c", 1, keep=0, epoch=1), table.blocks("a", 1, keep=1, epoch=1)
+    )
+    assert isinstance(c, Session)
+    assert (a.reason, a.epoch) == (GAVE_WAY, 1)
+
+
+def test_one_that_gave_way_is_told_so_once(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    table.apply(table.blocks("a", 1, keep=1))
+    [first] = table.apply(table.blocks("b", 1, keep=1))
+    assert_lost(first, GAVE_WAY, out_of_memory=True)
+    [second] = table.apply(table.blocks("b", 1, keep=1))
+    assert_lost(second, "not cached here")
+
+
+def test_one_that_gave_way_comes_back_from_its_log(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    table.apply(table.blocks("a", 1, keep=1))
+    table.release([A])
+    [session] = table.apply(table.blocks("b", 2, epoch=1))
+    assert len(session.token_ids) == table.runner.length(B) == 2 * table.size
+    table.release([B])
+    assert table.num_free == 2
+
+
+def test_released_sequence_that_gave_way_is_forgotten(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    table.apply(table.blocks("a", 1, keep=1))
+    table.release([B])
+    [answer] = table.apply(table.blocks("b", 1, keep=1))
+    assert_lost(answer, "not cached here")
+
+
+@pytest.mark.parametrize(("live", "reason"), [([A, B], GAVE_WAY), ([A], "not cached here")])
+def test_heartbeat_that_lists_it_no_more_forgets_one_that_gave_way(make_runner, clock, live, reason):
+    table = Blocks(make_runner, 2, clock)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    table.apply(table.blocks("a", 1, keep=1))
+    clock.advance(LIVE_GRACE_S + 0.001)
+    table.beat(*live)
+    [answer] = table.apply(table.blocks("b", 1, keep=1))
+    assert_lost(answer, reason, out_of_memory=reason == GAVE_WAY)
+
+
+def test_one_that_gave_way_is_remembered_while_its_owner_is_heard_of(make_runner, clock):
+    table = Blocks(make_runner, 2, clock)
+    table.apply(table.blocks("a", 1), owner="coordinator-0")
+    table.apply(table.blocks("b", 1), owner="coordinator-1")
+    table.apply(table.blocks("a", 1, keep=1), owner="coordinator-0")
+    for _ in range(4):
+        clock.advance(UNHEARD_OWNER_S / 2)
+        table.beat(A, owner="coordinator-0")
+        table.beat(B, owner="coordinator-1")
+    [lost] = table.apply(table.blocks("b", 1, keep=1), owner="coordinator-1")
+    assert_lost(lost, GAVE_WAY, out_of_memory=True)
+
+
+def test_one_that_gave_way_is_forgotten_with_its_silent_owner(make_runner, clock):
+    table = Blocks(make_runner, 2, clock)
+    table.apply(table.blocks("a", 1), owner="coordinator-0")
+    table.apply(table.blocks("b", 1), owner="coordinator-1")
+    table.apply(table.blocks("a", 1, keep=1), owner="coordinator-0")
+    clock.advance(UNHEARD_OWNER_S + 0.001)
+    table.beat(A, owner="coordinator-0")
+    [lost] = table.apply(table.blocks("b", 1, keep=1), owner="coordinator-1")
+    assert_lost(lost, "not cached here")
+
+
+def test_age_counts_across_owners(make_runner):
+    table = Blocks(make_runner, 2)
+    table.apply(table.blocks("a", 1), owner="coordinator-0")
+    table.apply(table.blocks("b", 1), owner="coordinator-1")
+    assert are_ready(table.apply(table.blocks("a", 1, keep=1), owner="coordinator-0")) == [True]
+    [lost] = table.apply(table.blocks("b", 1, keep=1), owner="coordinator-1")
+    assert_lost(lost, GAVE_WAY, out_of_memory=True)
+
+
+def test_room_a_worker_needs_for_its_own_tokens_makes_younger_ones_give_way(make_runner):
+    table = Blocks(make_runner, 3)
+    table.apply(table.blocks("a", 1), table.blocks("b", 1))
+    [session] = table.apply(table.blocks("a", 1, keep=1), num_extra=table.size)
+    assert len(session.token_ids) == 2 * table.size
+    assert (len(table), table.num_free) == (1, 0)
 
 
 # Release and heartbeats -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The target side of a round, on a real model and on a simulated one."""
+"""The target side of a round, on a real model by both paths and on a simulated one."""
 
 import pickle
 from dataclasses import replace
@@ -14,15 +14,15 @@ from tests.tiny_models import (
     GREEDY,
     OWNER,
     REJECTION,
+    RUNNERS,
     feed,
     fresh_logits,
+    in_blocks,
     judge,
-    model_runner,
     prefill,
     propose,
     runner_of,
     sequence_id,
-    simulated_runner,
     tiny_llama,
     tokens,
     verify,
@@ -46,7 +46,7 @@ class Pair:
         return draft
 
 
-@pytest.fixture(params=[model_runner, simulated_runner], ids=["model", "simulated"])
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
 def pair(request):
     return Pair(request.param)
 
@@ -186,13 +186,16 @@ def test_stale_feed_is_lost_while_the_others_go_on_in_order(pair):
 
 
 def test_sequence_without_room_is_lost_while_the_others_go_on(pair):
-    engine = pair.target(kv_capacity_tokens=20)
-    draft = pair.draft(feed("a", tokens(9)), 3)
+    engine = pair.target(kv_capacity_tokens=48)
+    draft = pair.draft(feed("a", tokens(14)), 3)
     reply = engine.verify(
-        verify(judge(feed("a", tokens(9)), draft), judge(feed("b", tokens(9))), judge(feed("c", tokens(8))))
+        verify(
+            judge(feed("a", tokens(14)), draft), judge(feed("b", tokens(32))), judge(feed("c", tokens(8)))
+        )
     )
     assert [verdict.sequence_id for verdict in reply.verdicts] == [A, C]
     assert [(lost.sequence_id, lost.out_of_memory) for lost in reply.lost] == [(B, True)]
+    assert reply.kv_free_tokens == 48 - in_blocks(engine.runner, 14 + 3, 8)
 
 
 def test_batch_of_stale_feeds_only_is_answered(pair):

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from specdec.engine.simulated import ToyLaw
-from specdec.sampling.noise import Purpose, exponential_rows
+from specdec.sampling.drawing import exponential_rows
+from specdec.sampling.noise import Purpose
 from specdec.sampling.processors import RowContext, mask_padding, process_logits, target_law
 from specdec.sampling.verification import acceptance_ratios, race, residual_probs, truncate_support
 from specdec.speculation.acceptance import count_accepted
@@ -346,9 +347,7 @@ def test_races_with_shared_noise_follow_the_joint_law(kinds):
         torch.softmax(toy_law(kind, vocab_size, seed).row([1, 2]), dim=-1)
         for seed, kind in enumerate(kinds, start=60)
     )
-    noise = torch.from_numpy(
-        exponential_rows([(seed, 7) for seed in range(num_draws)], Purpose.TARGET, vocab_size)
-    )
+    noise = exponential_rows([(seed, 7) for seed in range(num_draws)], Purpose.TARGET, vocab_size)
     winners = torch.stack([race(law.expand(num_draws, -1), noise) for law in (draft, target)], dim=1)
     counts = count_tuples(winners.tolist(), vocab_size, 2)
     p_value = chi_square_p_value(counts, race_joint_law(draft.numpy(), target.numpy()))

@@ -8,15 +8,22 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
-from specdec.sampling import noise
-from specdec.sampling.noise import Purpose, exponential_rows, exponentials, uniform
+from specdec.kernels import noise as kernels
+from specdec.sampling import drawing, noise
+from specdec.sampling.noise import Purpose, exponentials, uniform
+from specdec.sampling.verification import race
 from tests.laws import MIN_P_VALUE
 
 PURPOSES = list(Purpose)
 SEEDS = (0, 1, 2**32, 2**63 - 1, 2**64 - 1)
 POSITIONS = (0, 1, 255, 256, 2**31, 2**40)
 LARGEST = 24 * math.log(2)
+
+
+def exponential_rows(keys, purpose, vocab_size) -> np.ndarray:
+    return drawing.exponential_rows(keys, purpose, vocab_size).numpy()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -50,7 +57,44 @@ def test_rows_are_the_noise_of_their_keys():
     rows = exponential_rows(keys, Purpose.DRAFT, 10)
     assert rows.dtype == np.float32
     for row, (seed, position) in zip(rows, keys, strict=True):
-        assert np.array_equal(row, exponentials(seed, position, Purpose.DRAFT, 10))
+        np.testing.assert_allclose(row, exponentials(seed, position, Purpose.DRAFT, 10), rtol=3e-7)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 1023, 1024, 1025, 5000])
+def test_compiled_noise_is_what_the_definition_says(vocab_size):
+    keys = list(itertools.product(SEEDS, POSITIONS))
+    for purpose in PURPOSES:
+        rows = exponential_rows(keys, purpose, vocab_size)
+        expected = np.stack([exponentials(*key, purpose, vocab_size) for key in keys])
+        np.testing.assert_allclose(rows, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 2**9, 2**32 - 2, 2**32 - 1])
+def test_compiled_noise_is_right_for_extreme_bits(bits):
+    u = min((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    rounded = float(np.float32(np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32))
+    expected = -math.log1p(-min(rounded, 1 - 2.0**-24))
+    assert float(kernels._exponential(np.uint32(bits))) == pytest.approx(expected, rel=3e-7)
+    assert expected == pytest.approx(-math.log1p(-u), rel=1e-6) or bits > 2**24
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 1024, 3000])
+def test_compiled_draw_is_the_race_with_that_noise(vocab_size):
+    keys = [(seed, position) for seed in range(20) for position in (0, 9)]
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(len(keys), vocab_size, generator=generator).pow(4)
+    weights[:, 1::3] = 0.0
+    noise_rows = drawing.exponential_rows(keys, Purpose.TARGET, vocab_size)
+    assert torch.equal(drawing.draw(weights, keys, Purpose.TARGET), race(weights, noise_rows))
+
+
+def test_draw_among_some_tokens_sees_the_noise_of_their_ids():
+    keys = [(4, 1), (4, 2), (5, 1)]
+    ids = torch.tensor([[7, 3000, 12], [0, 1, 2], [999, 8, 16]])
+    weights = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
+    whole = torch.zeros(3, 4000).scatter(1, ids, weights)
+    drawn = drawing.draw_among(ids, weights, keys, Purpose.DRAFT)
+    assert torch.equal(drawn, drawing.draw(whole, keys, Purpose.DRAFT))
 
 
 def test_no_keys_give_no_rows():

@@ -1,0 +1,36 @@
+"""Attention on the CPU: one compiled kernel for decoding, verification and prefill."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specdec.engine.attention.traits import AttentionTraits
+from specdec.engine.batch import StepBatch
+from specdec.engine.kv_layout import BlockLayer
+from specdec.kernels import as_array
+from specdec.kernels import attention as kernels
+
+
+def attend_into(
+    query: torch.Tensor, layer: BlockLayer, batch: StepBatch, traits: AttentionTraits, out: torch.Tensor
+) -> None:
+    """As `specdec.engine.attention.attend`, written to ``out`` ([tokens, heads, value_head_dim])."""
+    kernels.attend(
+        as_array(query),
+        layer.key_array,
+        layer.value_array,
+        batch.tiles,
+        batch.tables,
+        traits.scale,
+        traits.window or 0,
+        traits.softcap or 0.0,
+        _sinks(traits, query.shape[1]),
+        as_array(out),
+    )
+
+
+def _sinks(traits: AttentionTraits, num_heads: int) -> np.ndarray:
+    if traits.sinks is None:
+        return np.full(num_heads, -np.inf, np.float32)
+    return traits.sinks.detach().float().numpy()

@@ -1,0 +1,83 @@
+"""The operations between the matmuls as compiled CPU loops, over buffers that all layers of a step share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specdec.engine.attention import cpu as cpu_attention
+from specdec.engine.batch import StepBatch
+from specdec.engine.decoder.weights import DecoderWeights, Layer, Norm
+from specdec.engine.kv_cache import PagedKVCache
+from specdec.engine.kv_layout import BlockLayer
+from specdec.kernels import DTYPES, as_array
+from specdec.kernels import layers as kernels
+
+_NO_WEIGHT = np.empty(0, np.float32)
+
+
+class CpuStep:
+    """See `specdec.engine.decoder.forward.Step`."""
+
+    def __init__(self, weights: DecoderWeights, batch: StepBatch, cache: PagedKVCache) -> None:
+        num_tokens, dtype = len(batch.token_ids), weights.dtype
+        self._weights = weights
+        self._batch = batch
+        self._cache = cache
+        self._residual = torch.empty(0)
+        self._normed = torch.empty(num_tokens, weights.hidden_size, dtype=dtype)
+        self._query = torch.empty(num_tokens, weights.num_heads, weights.head_dim, dtype=dtype)
+        self._attended = torch.empty_like(self._query)
+        self._gated: torch.Tensor | None = None
+        self._is_silu = weights.activation == "silu"
+
+    @staticmethod
+    def supports(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cpu" and dtype in DTYPES
+
+    def begin(self, embedded: torch.Tensor) -> None:
+        self._residual = torch.zeros_like(embedded, dtype=torch.float32)
+
+    def add_and_norm(self, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
+        kernels.add_and_norm(
+            self._residual.numpy(), as_array(delta), norm.weight.numpy(), norm.eps, as_array(self._normed)
+        )
+        return self._normed
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        normed = torch.empty_like(x)
+        kernels.norm(as_array(x), norm.weight.numpy(), norm.eps, as_array(normed))
+        return normed
+
+    def attend(self, layer_idx: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        weights, batch = self._weights, self._batch
+        heads = qkv.view(len(qkv), -1, weights.head_dim)
+        new = heads[:, -weights.num_kv_heads :]
+        cached = self._cache.layer(layer_idx, new, new)
+        assert isinstance(cached, BlockLayer)
+        kernels.rotate_and_store(
+            as_array(heads),
+            batch.positions,
+            batch.slots,
+            layer.rope.cos.numpy(),
+            layer.rope.sin.numpy(),
+            _NO_WEIGHT if layer.q_norm is None else layer.q_norm.weight.numpy(),
+            _NO_WEIGHT if layer.k_norm is None else layer.k_norm.weight.numpy(),
+            0.0 if layer.q_norm is None else layer.q_norm.eps,
+            as_array(self._query),
+            cached.key_array,
+            cached.value_array,
+        )
+        cpu_attention.attend_into(self._query, cached, batch, layer.traits, self._attended)
+        return self._attended.view(len(qkv), -1)
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._gated is None:
+            self._gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        kernel = kernels.gated_silu if self._is_silu else kernels.gated_gelu_tanh
+        kernel(as_array(gate_up), as_array(self._gated))
+        return self._gated
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._residual = self._residual[rows]
+        self._normed = torch.empty(len(rows), self._weights.hidden_size, dtype=self._weights.dtype)
