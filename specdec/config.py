@@ -39,6 +39,8 @@ class ModelConfig(_Section):
     """Keep the KV cache of prompts, so that one that begins like an earlier one is not computed again."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads for the model; None takes every core this process may use."""
+    spin_count: int | None = Field(default=1_000, ge=0)
+    """How often the model's helper threads look for work before they sleep; None is libgomp's own 300,000."""
 
 
 class DraftConfig(ModelConfig):
@@ -91,6 +93,8 @@ class GatewayConfig(_Section):
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     """Larger HTTP bodies get 413, larger gRPC messages RESOURCE_EXHAUSTED."""
     max_stop_strings: int = Field(default=16, gt=0)
+    max_stream_messages_per_s: float = Field(default=500.0, gt=0)
+    """Shared by the streams of one gateway: beyond it a message carries what several rounds committed."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Overall deadline of a request."""
 

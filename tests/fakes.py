@@ -115,6 +115,8 @@ class ScriptedBackend:
     num_closed: int = 0
     """Generators closed or cancelled before their end."""
     on_chunk: Callable[[], None] = lambda: None
+    waits: bool = False
+    """Hand out in one batch all that would have come before the caller's time."""
 
     def is_ready(self) -> bool:
         return self.is_open
@@ -122,13 +124,22 @@ class ScriptedBackend:
     def statuses(self) -> tuple[CoordinatorStatus, ...]:
         return (_status(self.max_context),)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: GenerationRequest, not_before: Callable[[], float]
+    ) -> AsyncGenerator[tuple[TokenChunk, ...], None]:
         self.requests.append(request)
         self.num_running += 1
         try:
+            batch: list[TokenChunk] = []
+            not_before_s = not_before()
             async for chunk in self._chunks(request):
                 self.on_chunk()
-                yield chunk
+                batch.append(chunk)
+                is_early = asyncio.get_running_loop().time() < not_before_s
+                if self.waits and is_early and not chunk.is_last:
+                    continue
+                yield tuple(batch)
+                batch, not_before_s = [], not_before()
         except (asyncio.CancelledError, GeneratorExit):
             self.num_closed += 1
             raise

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,9 @@ class ServeBackend:
     def statuses(self) -> tuple[CoordinatorStatus, ...]:
         return tuple(client.status for client in self._clients.values() if client.status is not None)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: GenerationRequest, not_before: Callable[[], float]
+    ) -> AsyncGenerator[tuple[TokenChunk, ...], None]:
         """See `Backend.generate`.
 
         When a coordinator is lost, generation goes on at another one behind the tokens already committed.
@@ -55,10 +57,11 @@ class ServeBackend:
             sequence_id = SequenceId(f"{request.sequence_id}.{move}") if move else request.sequence_id
             part = replace(request, sequence_id=sequence_id, output_ids=tuple(output_ids))
             try:
-                async with aclosing(client.generate(part)) as chunks:
-                    async for chunk in chunks:
-                        output_ids.extend(chunk.token_ids)
-                        yield replace(chunk, sequence_id=request.sequence_id)
+                async with aclosing(client.batches(part, not_before)) as batches:
+                    async for batch in batches:
+                        for chunk in batch:
+                            output_ids.extend(chunk.token_ids)
+                        yield batch
                 return
             except CoordinatorLost as error:
                 logger.warning("%s: %s", sequence_id, error)

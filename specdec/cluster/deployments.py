@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from specdec.engine.worker import DraftWorker, TargetWorker
 
 
+logger = logging.getLogger(__name__)
+
 MAX_FAILURES_IN_A_ROW = 10
 """A sequence that cannot be processed costs two; a broken device fails at everything."""
 HANG_FACTOR = 2.0
@@ -48,6 +52,21 @@ def set_up_process() -> tuple[str, str]:
     our_logger.handlers = list(serve_logger.handlers)
     our_logger.propagate = False
     return serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+
+
+def prepare_threads(model: ModelConfig) -> None:
+    """Tell libgomp how long a model's helper threads spin. It reads this once, when torch is first imported.
+
+    By default they spin for milliseconds behind every step: on a machine that also serves, that is a core
+    taken from whoever has to do with the step's result. Within a step they are needed again at once.
+    """
+    is_set = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
+    if model.spin_count is None or is_set:
+        return
+    if "torch" in sys.modules:
+        logger.warning("torch is loaded already: spin_count has no effect")
+        return
+    os.environ["GOMP_SPINCOUNT"] = str(model.spin_count)
 
 
 def _on_assigned_device(model: ModelConfig) -> ModelConfig:
@@ -89,13 +108,14 @@ class DraftWorkerReplica(_WorkerReplica):
     _worker: DraftWorker
 
     def __init__(self, config: AppConfig) -> None:
+        assert config.draft is not None
+        worker_id, node_id = set_up_process()
+        prepare_threads(config.draft)
         from specdec.engine.drafting import DraftEngine
         from specdec.engine.loading import load_runner
         from specdec.engine.worker import DraftWorker, ModelThread
         from specdec.models import check_pair
 
-        worker_id, node_id = set_up_process()
-        assert config.draft is not None
         pair = check_pair(config.target.model, config.draft.model)
         model, thread = _on_assigned_device(config.draft), ModelThread()
         runner = thread.run(
@@ -117,12 +137,13 @@ class TargetWorkerReplica(_WorkerReplica):
     _worker: TargetWorker
 
     def __init__(self, config: AppConfig) -> None:
+        worker_id, node_id = set_up_process()
+        prepare_threads(config.target)
         from specdec.engine.loading import load_runner
         from specdec.engine.verifying import TargetEngine
         from specdec.engine.worker import ModelThread, TargetWorker
         from specdec.models import model_info
 
-        worker_id, node_id = set_up_process()
         info = model_info(config.target.model)
         model, thread = _on_assigned_device(config.target), ModelThread()
         runner = thread.run(

@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
-from ray.exceptions import RayError, RayTaskError
+import grpc
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 2.0
 """Heartbeats and releases: answered without the model, so this is generous."""
+TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
+"""What a call that could not be made or answered raises; gRPC's own for all but a replica out of reach."""
 GONE_CHECK_S = 0.25
 GONE_GRACE_S = 0.5
 """A replica that is shutting down may still answer a call it has; it is given this long."""
@@ -48,11 +51,23 @@ class CallFailed(WorkerError):
     """The replica lives, but a method raised something unforeseen."""
 
 
+def by_value(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """The same handle with arguments and results inside the call, not in Ray's object store.
+
+    Serve then calls over its gRPC connection between replicas: half the CPU of a Ray task per call, and less
+    than half per streamed item (docs/decisions/0010). Our messages are plain values of importable classes, so
+    the C pickler does; cloudpickle asks Python about each object.
+    """
+    return handle.options(
+        _by_reference=False, request_serialization="pickle", response_serialization="pickle"
+    )
+
+
 class PinnedReplica:
     """One replica of a deployment, reached through the deployment's handle."""
 
     def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
-        self._handle = handle.options(session_id=replica_id)
+        self._handle = by_value(handle).options(session_id=replica_id)
         self.replica_id = replica_id
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
@@ -68,13 +83,20 @@ class PinnedReplica:
         task = asyncio.ensure_future(_answer(self._handle, method, *args))
         try:
             await self._wait_for(task, method, timeout_s)
+            if task.cancelled():
+                # A replica that is shut down answers with the cancellation of its method: it is not ours.
+                raise WorkerError(f"{self._name}: {method} was cancelled there")
             return task.result()
-        except RayTaskError as error:
-            if isinstance(error.cause, SpecDecError):
-                raise error.cause from None  # Ray's wrapper is one of ours too, but reads as a traceback
+        except SpecDecError:
+            raise
+        except TRANSPORT_ERRORS as error:
+            # UNKNOWN: it lives, but what the method raised cannot be pickled.
+            is_answer = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNKNOWN
+            kind = CallFailed if is_answer else WorkerError
+            raise kind(f"{self._name}: {method} failed: {_last_line(error)}") from error
+        except Exception as error:
+            # By value, what a method raises arrives as it is; its traceback is in the replica's log.
             raise CallFailed(f"{self._name}: {method} failed: {_last_line(error)}") from error
-        except (RayError, RayServeException) as error:
-            raise WorkerError(f"{self._name}: {method} failed: {_last_line(error)}") from error
         finally:
             task.cancel()
 
@@ -134,7 +156,8 @@ async def _answer(handle: DeploymentHandle[Any], method: str, *args: object) -> 
 
 
 def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    text = str(error.details()) if isinstance(error, grpc.RpcError) else str(error)
+    lines = text.strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
@@ -213,7 +236,7 @@ class ReplicaSet:
         if not self.current():
             try:
                 await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
-            except (TimeoutError, RayError, RayServeException) as error:
+            except (TimeoutError, *TRANSPORT_ERRORS) as error:
                 logger.debug("no %s replica yet: %s", self._handle.deployment_name, _last_line(error))
         return self.current()
 

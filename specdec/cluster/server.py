@@ -21,6 +21,14 @@ from specdec.errors import ConfigError, ServiceUnavailable
 MIN_LOGICAL_CPUS = 8
 """Ray's CPUs are book-keeping; Serve's own actors need a few even on a small machine."""
 POLL_S = 0.25
+SERVE_ENVIRONMENT = {
+    # One event loop per replica instead of three that hand every message on to each other.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # The HTTP proxy reads gateways' answers over gRPC, not one Ray object per frame.
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+}
+"""Read by every process of Serve at its start; see docs/decisions/0010-way-to-the-client.md."""
 MAX_ERROR_CHARS = 400
 
 
@@ -154,6 +162,8 @@ def _start_ray(address: str | None) -> None:
     # What Serve tells its driver is for its own log files; people get our lines.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in SERVE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # a private Ray's processes inherit it
     if address is not None:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
         return

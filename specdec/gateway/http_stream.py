@@ -24,40 +24,52 @@ Result = TypeVar("Result")
 
 DONE_FRAME = b"data: [DONE]\n\n"
 
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def frame(payload: JsonObject) -> bytes:
     """One event: a ``data:`` line with one JSON object, nothing else, ended by an empty line."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _to_json(payload).encode() + b"\n\n"
+
+
+class _Frames:
+    """Events to frames. Those with text differ in nothing else, so the rest is rendered once."""
+
+    def __init__(self, response: ResponseFormat) -> None:
+        self._response = response
+        # The text is the last string of a chunk: whatever the model's name is, this cuts around the text.
+        self._head, _, self._tail = frame(response.text_chunk("\0")).rpartition(_to_json("\0").encode())
+
+    def of(self, event: GenerationEvent) -> bytes:
+        """The event's frames, often one, in one piece."""
+        if isinstance(event, Finished):
+            usage = self._response.usage_chunk(event.usage)
+            last = frame(self._response.last_chunk(event))
+            return last + (frame(usage) if usage is not None else b"") + DONE_FRAME
+        # Tokens without text (an incomplete character, a possible stop string) show nothing yet.
+        return self._head + _to_json(event.text).encode() + self._tail if event.text else b""
 
 
 async def sse_frames(
     first: GenerationEvent, events: AsyncGenerator[GenerationEvent, None], response: ResponseFormat
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of one answer, whose first event has already been waited for.
+    """Yield the frames of one answer, one or several at a time; its first event has been waited for already.
 
     An error from here on can only be told inside the stream: one frame with ``error``, and no ``[DONE]``.
     """
     try:
-        for payload in (response.first_chunk(), *_payloads(first, response)):
-            if payload is not None:
-                yield frame(payload)
+        opening = response.first_chunk()
+        frames = _Frames(response)
+        if head := (frame(opening) if opening is not None else b"") + frames.of(first):
+            yield head
         async for event in events:
-            for payload in _payloads(event, response):
-                yield frame(payload)
-        yield DONE_FRAME
+            if body := frames.of(event):
+                yield body
     except SpecDecError as error:
         yield frame(error_envelope(error))
     except Exception:
         logger.exception("request %s failed while streaming", response.request_id)
         yield frame(error_envelope(InvariantViolation("internal error")))
-
-
-def _payloads(event: GenerationEvent, response: ResponseFormat) -> list[JsonObject]:
-    if isinstance(event, Finished):
-        usage = response.usage_chunk(event.usage)
-        return [response.last_chunk(event), *([usage] if usage is not None else [])]
-    # Tokens without text (an incomplete character, a possible stop string) show nothing yet.
-    return [response.text_chunk(event.text)] if event.text else []
 
 
 class EventStreamResponse(Response):

@@ -6,9 +6,10 @@ Knows nothing of either protocol, nor of what is behind the `Backend`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from specdec.config import AppConfig
 from specdec.errors import DeadlineExceeded, GenerationFailed, UnknownModel
@@ -17,11 +18,42 @@ from specdec.gateway.events import Finished, GenerationEvent, TextDelta, Usage
 from specdec.gateway.keys import ApiKeys
 from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
 from specdec.gateway.requests import ClientRequest
-from specdec.gateway.text import SequenceText
+from specdec.gateway.text import SequenceText, TextPiece
 from specdec.gateway.validation import build_generation_request
 from specdec.messages import CoordinatorStatus
 from specdec.speculation.stats import AcceptanceCounter
 from specdec.types import FinishReason, GenerationRequest, ModelInfo, TokenChunk
+
+Result = TypeVar("Result")
+
+
+class _Pace:
+    """When the streams of one gateway may send again: each has an equal share of the messages per second."""
+
+    def __init__(self, max_messages_per_s: float) -> None:
+        self._max_messages_per_s = max_messages_per_s
+        self._num_streams = 0
+
+    @contextmanager
+    def stream(self) -> Iterator[Callable[[], float]]:
+        """Count one stream; gives its `not_before` (see `Backend.generate`).
+
+        It lets the first text go at once. As long as rounds take longer than the share's interval, each is
+        sent as it comes.
+        """
+        has_sent = False
+
+        def not_before_s() -> float:
+            nonlocal has_sent
+            interval_s = self._num_streams / self._max_messages_per_s if has_sent else 0.0
+            has_sent = True
+            return asyncio.get_running_loop().time() + interval_s
+
+        self._num_streams += 1
+        try:
+            yield not_before_s
+        finally:
+            self._num_streams -= 1
 
 
 class GenerationService:
@@ -53,6 +85,7 @@ class GenerationService:
         self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
         self._decoding_tokenizer = copy_of_backend(tokenizer)
         self._model_info = model_info
+        self._pace = _Pace(config.gateway.max_stream_messages_per_s)
 
     @property
     def model_name(self) -> str:
@@ -91,6 +124,9 @@ class GenerationService:
     async def generate(self, request: ClientRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Yield text as it is committed, then one `Finished`.
 
+        The first text comes at once. Under load what several rounds committed comes in one piece: see
+        ``gateway.max_stream_messages_per_s``.
+
         All that is wrong with a request raises before the first event. Close the generator to cancel: the
         backend's generator is closed before ``aclose()`` returns, and as soon as a stop string is complete.
 
@@ -100,34 +136,29 @@ class GenerationService:
             DeadlineExceeded: it took longer than its deadline.
         """
         deadline = asyncio.get_running_loop().time() + self.timeout_s(request)
-        async with _until(deadline):
-            generation = await self._prepare(request)
+        generation = await _until(deadline, self._prepare(request))
         text = SequenceText(
             self._decoding_tokenizer,
             stop_strings=request.sampling.stop,
             stop_token_ids=generation.stop.stop_token_ids,
         )
-        num_tokens = 0
         counter = AcceptanceCounter()
-        async with aclosing(self._backend.generate(generation)) as chunks:
-            while True:
-                chunk = await _next_chunk(chunks, deadline)
-                piece = text.push(chunk.token_ids)
-                num_tokens += len(piece.token_ids)
-                counter.record(chunk.num_drafted, chunk.num_accepted)
-                if chunk.is_last:
-                    # Let the backend come to its end: closed before it, a finished sequence looks cancelled.
-                    async with _until(deadline):
-                        await anext(chunks, None)
-                if text.is_stopped or chunk.is_last:
-                    break
-                if piece.token_ids:
-                    yield TextDelta(text=piece.text, token_ids=piece.token_ids)
+        num_tokens = 0
+        with self._pace.stream() as not_before:
+            async with aclosing(self._backend.generate(generation, not_before)) as batches:
+                while True:
+                    batch = await _next_batch(batches, deadline)
+                    piece = _text_of(batch, text, counter)
+                    num_tokens += len(piece.token_ids)
+                    if text.is_stopped or batch[-1].is_last:
+                        break
+                    if piece.token_ids:
+                        yield TextDelta(text=piece.text, token_ids=piece.token_ids)
         last = TextDelta(text=piece.text + text.finish(), token_ids=piece.token_ids)
         if last.text or last.token_ids:
             yield last
         yield Finished(
-            finish_reason=_finish_reason(text, chunk),
+            finish_reason=_finish_reason(text, batch[-1]),
             usage=Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=num_tokens),
             stats=counter.snapshot(),
         )
@@ -138,29 +169,43 @@ class GenerationService:
         return build_generation_request(request, prompt_ids, config=self.config, model_info=self.model_info)
 
 
-@asynccontextmanager
-async def _until(deadline: float) -> AsyncIterator[None]:
-    """Give up what is awaited inside at the deadline (in the running loop's time).
-
-    Not for use around a ``yield`` of a generator: its consumer's work would be interrupted.
-    """
+async def _until(deadline: float, work: Awaitable[Result]) -> Result:
+    """Await ``work``; give it up at the deadline (in the running loop's time)."""
     try:
         async with asyncio.timeout_at(deadline) as scope:
-            yield
+            return await work
     except TimeoutError as error:
         if not scope.expired():
             raise
         raise DeadlineExceeded("the request was not finished by its deadline") from error
 
 
-async def _next_chunk(chunks: AsyncGenerator[TokenChunk, None], deadline: float) -> TokenChunk:
-    async with _until(deadline):
-        chunk = await anext(chunks, None)
-    if chunk is None:
+async def _next_batch(
+    batches: AsyncGenerator[tuple[TokenChunk, ...], None], deadline: float
+) -> tuple[TokenChunk, ...]:
+    batch = await _until(deadline, anext(batches, None))
+    if batch is None:
         raise GenerationFailed("the generation ended unexpectedly")
-    if chunk.error is not None:
-        raise GenerationFailed(chunk.error)
-    return chunk
+    if batch[-1].error is not None:
+        raise GenerationFailed(batch[-1].error)
+    if batch[-1].is_last:
+        # Let the backend come to its end: closed before it, a finished sequence looks cancelled.
+        await _until(deadline, anext(batches, None))
+    return batch
+
+
+def _text_of(batch: tuple[TokenChunk, ...], text: SequenceText, counter: AcceptanceCounter) -> TextPiece:
+    """Take the rounds of one batch, up to the one with which the sequence ends."""
+    texts: list[str] = []
+    token_ids: list[int] = []
+    for chunk in batch:
+        piece = text.push(chunk.token_ids)
+        counter.record(chunk.num_drafted, chunk.num_accepted)
+        texts.append(piece.text)
+        token_ids += piece.token_ids
+        if text.is_stopped:
+            break
+    return TextPiece(text="".join(texts), token_ids=tuple(token_ids))
 
 
 def _finish_reason(text: SequenceText, last_chunk: TokenChunk) -> FinishReason:

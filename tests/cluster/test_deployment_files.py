@@ -16,6 +16,7 @@ from specdec.cluster.deploy_config import (
     load_deploy_config,
     parse_deploy_config,
 )
+from specdec.cluster.server import SERVE_ENVIRONMENT
 from specdec.config import AppConfig
 from specdec.errors import ConfigError
 
@@ -128,6 +129,7 @@ def test_what_ray_up_runs_keeps_to_loopback_the_token_and_pinned_wheels(cluster)
     for role in ("head", "worker"):
         (start,) = [line for line in commands[f"{role}_start_ray_commands"] if "ray start" in line]
         assert "RAY_AUTH_MODE=token" in start
+        assert all(f"{name}={value}" in start for name, value in SERVE_ENVIRONMENT.items())
     token = next(remote for remote in cluster["file_mounts"] if remote.endswith("/.ray/auth_token"))
     assert f"chmod 600 {token}" in commands["initialization_commands"]
     assert "'ray[serve]==2.60.0'" in text

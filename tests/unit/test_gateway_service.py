@@ -49,6 +49,11 @@ async def events_of(service, request):
         return [event async for event in events]
 
 
+def text_and_ids_of(events):
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    return "".join(delta.text for delta in deltas), [i for delta in deltas for i in delta.token_ids]
+
+
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 4, 2), (100,)])
 async def test_text_and_usage_of_a_natural_end(sizes):
     backend = ScriptedBackend(COLOURS, chunk_sizes=sizes)
@@ -167,10 +172,10 @@ async def test_errors_of_the_backend_pass_through(error, after):
 @pytest.mark.parametrize("last", [None, "the target was lost"])
 async def test_a_generation_without_a_good_end_is_a_failure(last):
     class BrokenBackend(ScriptedBackend):
-        async def generate(self, request):
-            yield TokenChunk(sequence_id=request.sequence_id, token_ids=(5,))
+        async def generate(self, request, not_before):
+            yield (TokenChunk(sequence_id=request.sequence_id, token_ids=(5,)),)
             if last is not None:
-                yield TokenChunk(sequence_id=request.sequence_id, token_ids=(), error=last)
+                yield (TokenChunk(sequence_id=request.sequence_id, token_ids=(), error=last),)
 
     with pytest.raises(GenerationFailed, match=last or "unexpectedly"):
         await collect(toy_service(BrokenBackend()).generate(ask()))
@@ -215,3 +220,43 @@ async def test_long_prompts_do_not_stop_running_streams():
     assert num_turns > 10  # tokenizing on the event loop would leave one
     with pytest.raises(ContextLengthExceeded):
         await task
+
+
+async def test_under_load_messages_are_fewer_and_say_the_same():
+    script = ScriptedBackend(COLOURS, chunk_sizes=(1, 2), delay_s=0.002, waits=True)
+    every_round = await events_of(toy_service(script), ask(ignore_eos=True, max_tokens=90))
+    slow = toy_service(script, max_stream_messages_per_s=2.0)
+    started = time.monotonic()
+    first = None
+    merged = []
+    async with aclosing(slow.generate(ask(ignore_eos=True, max_tokens=90))) as events:
+        async for event in events:
+            first = first or time.monotonic() - started
+            merged.append(event)
+    assert first < 0.4  # before the half second between two messages
+    assert merged[0] == every_round[0]
+    assert len(merged) < len(every_round) / 3
+    assert merged[-1] == every_round[-1]  # reason, usage and the statistics of every round
+    assert text_and_ids_of(merged) == text_and_ids_of(every_round)
+
+
+async def test_a_stop_string_in_the_middle_of_a_merged_message_ends_it_there():
+    script = ScriptedBackend(COLOURS, delay_s=0.002, waits=True)
+    service = toy_service(script, max_stream_messages_per_s=1.0)
+    completion = await collect(service.generate(ask(stop=("een bl",))))
+    assert completion.text == "red gr"
+    assert completion.token_ids == tuple(byte_ids_of("red green bl"))
+    assert completion.finished.stats == scripted_stats(len(completion.token_ids))
+
+
+async def test_streams_share_the_messages_per_second():
+    script = ScriptedBackend(COLOURS, delay_s=0.002, waits=True)
+    service = toy_service(script, max_stream_messages_per_s=200.0)
+
+    async def count() -> int:
+        return len(await events_of(service, ask(ignore_eos=True, max_tokens=90)))
+
+    alone = await count()
+    together = await asyncio.gather(*(count() for _ in range(20)))
+    assert max(together) < alone / 2
+    assert await count() > alone / 2  # streams that ended hold nothing back
