@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,8 +122,7 @@ def measure_quietly(
     """Repeat a step that others disturbed; figures of the quietest attempt, and the cores they used then."""
     best: tuple[dict[str, float], float] | None = None
     for attempt in range(attempts):
-        if attempt > 0:
-            wait_until_quiet(roots, foreign_cores)
+        wait_until_quiet(roots, foreign_cores)
         load = ForeignLoad(roots)
         try:
             figures = step.run(peer, round_index)
@@ -160,6 +160,8 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
 
 def main() -> None:
     args = parse()
+    # Ended any other way, it would leave stopped servers behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     concurrency = tuple(int(part) for part in args.concurrency.split(","))
     settings = Settings(concurrency, args.max_tokens, args.gamma, args.long_prompt)
     limits = roofline({"target": args.target, "draft": args.draft}, args.dtype)

@@ -21,13 +21,15 @@ class CpuStep:
 
     def __init__(self, weights: DecoderWeights, batch: StepBatch, cache: PagedKVCache) -> None:
         num_tokens, dtype = len(batch.token_ids), weights.dtype
+        num_rows = padded_rows(num_tokens)
         self._weights = weights
         self._batch = batch
         self._cache = cache
         self._residual = torch.empty(0)
-        self._normed = torch.empty(num_tokens, weights.hidden_size, dtype=dtype)
+        # Rows behind the tokens' stay 0 here, and what is made of them is never read.
+        self._normed = torch.zeros(num_rows, weights.hidden_size, dtype=dtype)
         self._query = torch.empty(num_tokens, weights.num_heads, weights.head_dim, dtype=dtype)
-        self._attended = torch.empty_like(self._query)
+        self._attended = torch.zeros(num_rows, weights.num_heads, weights.head_dim, dtype=dtype)
         self._gated: torch.Tensor | None = None
         self._is_silu = weights.activation == "silu"
 
@@ -51,7 +53,7 @@ class CpuStep:
 
     def attend(self, layer_idx: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
         weights, batch = self._weights, self._batch
-        heads = qkv.view(len(qkv), -1, weights.head_dim)
+        heads = qkv[: len(batch.token_ids)].view(len(batch.token_ids), -1, weights.head_dim)
         new = heads[:, -weights.num_kv_heads :]
         cached = self._cache.layer(layer_idx, new, new)
         assert isinstance(cached, BlockLayer)
@@ -69,7 +71,7 @@ class CpuStep:
             cached.value_array,
         )
         cpu_attention.attend_into(self._query, cached, batch, layer.traits, self._attended)
-        return self._attended.view(len(qkv), -1)
+        return self._attended.flatten(1)
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._gated is None:
@@ -80,4 +82,15 @@ class CpuStep:
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._residual = self._residual[rows]
-        self._normed = torch.empty(len(rows), self._weights.hidden_size, dtype=self._weights.dtype)
+        num_rows = padded_rows(len(rows))
+        self._normed = torch.zeros(num_rows, self._weights.hidden_size, dtype=self._weights.dtype)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows a matmul gets for so many tokens: a few dozen different numbers in all.
+
+    oneDNN keeps a program of some hundred kilobytes for every shape of a matmul it has seen. With every
+    number of tokens a shape of its own, these grew to half a gigabyte.
+    """
+    step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 16 if num_rows <= 256 else 64
+    return -(-num_rows // step) * step

@@ -16,7 +16,8 @@ from specdec.engine.kv_cache import PagedKVCache
 class Step(Protocol):
     """What happens between the matmuls of one forward. The residual stream is float32 and the step's own.
 
-    What a method returns is valid until the same method is called again.
+    Results may have more rows than there are tokens, for the matmuls' sake; those behind are not looked at. What
+    a method returns is valid until the same method is called again.
     """
 
     def begin(self, embedded: torch.Tensor) -> None:
@@ -86,7 +87,7 @@ class Decoder:
         if len(rows) == 0:
             return delta.new_empty(0, weights.vocab_rows)
         step.keep_rows(rows)
-        logits = weights.head(step.add_and_norm(delta[rows], weights.norm))
+        logits = weights.head(step.add_and_norm(delta[rows], weights.norm))[: len(rows)]
         if weights.logit_softcap is not None:
             logits = torch.tanh(logits / weights.logit_softcap) * weights.logit_softcap
         if weights.vocab_map is None:
