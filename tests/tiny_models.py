@@ -21,6 +21,7 @@ from specdec.engine.loading import load_forward, load_model
 from specdec.engine.model_runner import Forward, ModelRunner, TransformersForward
 from specdec.engine.runner import ForwardItem, Runner
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
+from specdec.engine.threads import set_num_threads
 from specdec.messages import Draft, Feed, Opening, ProposeItem, ProposeRequest, VerifyItem, VerifyRequest
 from specdec.types import SamplingParams, SequenceId, VerificationMode
 
@@ -29,7 +30,7 @@ WINDOW = 8
 """Sliding window of the families that have one: a test of two dozen tokens crosses it."""
 OWNER = "coordinator-0"
 
-torch.set_num_threads(1)  # the models are so small that threads only wait for each other
+set_num_threads(1)  # the models are so small that threads only wait for each other
 
 _SIZES = {
     "vocab_size": VOCAB_SIZE,

@@ -109,4 +109,5 @@ def exp(x: Any) -> Any:
     poly = poly * r + np.float32(5.0000001201e-1)
     power = float32_of_bits((np.int32(exponent) + np.int32(127)) << np.int32(23))
     value = (poly * r * r + r + np.float32(1.0)) * power
-    return value if x > np.float32(-87.0) else np.float32(0.0)
+    below = np.float32(0.0) if x <= np.float32(-87.0) else x  # NaN stays NaN
+    return value if x > np.float32(-87.0) else below

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from specdec.config import AppConfig, CoordinatorConfig, ModelConfig, SpeculationConfig
+from specdec.config import AppConfig, CoordinatorConfig, DraftConfig, ModelConfig, SpeculationConfig
+from specdec.coordinator import lane
 from specdec.coordinator.client import CoordinatorClient
 from specdec.coordinator.coordinator import Coordinator
 from specdec.coordinator.handles import Fleet
@@ -26,7 +28,14 @@ from specdec.errors import (
     TooManyRequests,
 )
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest
-from specdec.types import GenerationRequest, SamplingParams, SequenceId, StopCriteria, VerificationMode
+from specdec.types import (
+    GenerationRequest,
+    SamplingParams,
+    SequenceId,
+    StopCriteria,
+    TokenChunk,
+    VerificationMode,
+)
 from tests.fakes import eventually
 
 LAW = ToyLaw.random(16, seed=1, scale=2.0)
@@ -70,6 +79,10 @@ class FaultyTargetHandle(LocalTargetHandle):
     num_calls = 0
     gate: asyncio.Event | None = None
 
+    def __init__(self, worker: TargetWorker) -> None:
+        super().__init__(worker)
+        self.rounds: list[tuple[VerifyRequest, VerifyReply]] = []
+
     async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
         self.num_calls += 1
         if self.gate is not None:
@@ -78,7 +91,9 @@ class FaultyTargetHandle(LocalTargetHandle):
             raise TargetFailed("ValueError: poison")
         if self.fail_after is not None and self.num_calls > self.fail_after:
             raise TargetUnavailable("the worker died")
-        return await super().verify(request, timeout_s)
+        reply = await super().verify(request, timeout_s)
+        self.rounds.append((request, reply))
+        return reply
 
 
 class Directory:
@@ -119,7 +134,7 @@ async def running(
 ) -> AsyncIterator[System]:
     config = AppConfig(
         target=ModelConfig(model="t"),
-        draft=ModelConfig(model="d"),
+        draft=DraftConfig(model="d"),
         speculation=SpeculationConfig(num_speculative_tokens=gamma),
         coordinator=CoordinatorConfig(**{"poll_interval_s": 0.01, "draft_timeout_s": 0.05, **coordinator}),
     )
@@ -146,6 +161,10 @@ def ask(
         stop=StopCriteria(max_tokens=max_tokens),
         max_draft_tokens=gamma,
     )
+
+
+async def collect(chunks: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
+    return [chunk async for chunk in chunks]
 
 
 @pytest.fixture
@@ -434,6 +453,75 @@ async def test_growing_sequences_take_turns_when_the_targets_memory_is_too_small
         texts = await asyncio.gather(*(system.text(request) for request in prompts))
         assert all(len(ids) == 700 and ids[:60] == undisturbed for ids in texts)
         await system.is_idle()
+
+
+@pytest.fixture
+def let_all_in(monkeypatch):
+    """No room is kept for what sequences may still say."""
+    monkeypatch.setattr(lane, "RESERVED_OUTPUT_TOKENS", 1)
+    monkeypatch.setattr(lane, "MEMORY_RETRY_S", 0.01)
+
+
+async def test_a_sequence_that_gave_way_comes_back_when_there_is_room_for_all_of_it(undisturbed, let_all_in):
+    target = Target(kv_capacity_tokens=190)
+    async with running([target], [Draft()]) as system:
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(6)))
+        assert texts == [undisturbed] * 6
+        await system.is_idle()
+    rounds = target.handle.rounds
+    asked = [{item.feed.sequence_id: item.feed for item in request.items} for request, _ in rounds]
+    num_returns = 0
+    for idx, (_, reply) in enumerate(rounds):
+        for lost in reply.lost:
+            assert lost.out_of_memory
+            back = next(i for i in range(idx + 1, len(rounds)) if lost.sequence_id in asked[i])
+            feed = asked[back][lost.sequence_id]
+            assert (feed.keep, feed.epoch) == (0, lost.epoch + 1)
+            others_at_work = asked[back].keys() & asked[back - 1].keys() - {lost.sequence_id}
+            if others_at_work:
+                assert len(feed.token_ids) + lane.RESUME_ROOM_TOKENS <= rounds[back - 1][1].kv_free_tokens
+                num_returns += 1
+    assert num_returns > 0
+
+
+async def test_the_oldest_sequence_never_gives_way(let_all_in):
+    target = Target(kv_capacity_tokens=190)
+    async with running([target], [Draft()]) as system:
+        first = system.client.generate(ask("first"))
+        await anext(first)
+        others = asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(5)))
+        assert len([token for chunk in [c async for c in first] for token in chunk.token_ids]) >= 55
+        await others
+    lost = [lost.sequence_id for _, reply in target.handle.rounds for lost in reply.lost]
+    assert lost
+    assert "first" not in lost
+
+
+async def test_a_sequence_that_waits_for_memory_can_be_cancelled(let_all_in):
+    target = Target(kv_capacity_tokens=190, latency=lambda sequences, tokens: 0.001)
+    async with running([target], []) as system:
+        streams = [asyncio.create_task(system.text(ask(f"s{i}", max_tokens=150))) for i in range(3)]
+        await eventually(lambda: any(reply.lost for _, reply in target.handle.rounds))
+        waiting = [lost.sequence_id for _, reply in target.handle.rounds for lost in reply.lost][-1]
+        streams.pop(int(waiting.removeprefix("s"))).cancel()
+        assert {len(ids) for ids in await asyncio.gather(*streams)} == {150}
+        await system.is_idle()
+
+
+async def test_a_draft_that_ran_out_of_memory_is_asked_again_when_there_is_room():
+    """The younger sequence loses its draft to the older one, goes on without, and gets it back."""
+    draft, younger = Draft(kv_capacity_tokens=150), ask("younger", prompt=40, max_tokens=70)
+    async with running([Target()], [draft]) as system:
+        alone = await system.text(ask("alone", prompt=40, max_tokens=70))
+        older = system.client.generate(ask("older", prompt=100, max_tokens=25))
+        await anext(older)
+        rest_of_older = asyncio.create_task(collect(older))
+        chunks = await collect(system.client.generate(younger))
+        await rest_of_older
+        await system.is_idle()
+    assert [token for chunk in chunks for token in chunk.token_ids] == alone
+    drafted = "".join("+" if chunk.num_drafted else "-" for chunk in chunks[1:-1])
+    assert re.fullmatch(r"\+*-+\++", drafted)
 
 
 async def test_a_busy_poll_does_not_take_the_draft_away():

@@ -6,10 +6,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from specdec.config import AppConfig, parse_config
+from specdec.coordinator import lane
 from specdec.coordinator.local import run_local
+from specdec.engine.drafting import DraftEngine
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.verifying import TargetEngine
 from specdec.types import GenerationRequest, SamplingParams, StopCriteria, VerificationMode
 from tests.fakes import eventually
-from tests.tiny_models import COUPLED, GREEDY, fed, model_runner, sequence_id, tokens
+from tests.tiny_models import COUPLED, GREEDY, RUNNERS, fed, model_runner, sequence_id, tokens
 
 GAMMA = 4
 NOISE = 0.001
@@ -87,9 +91,9 @@ def num_drafted(chunks):
     return sum(chunk.num_drafted for chunk in chunks)
 
 
-def greedy_reference(prompt, count=40):
+def greedy_reference(prompt, count=40, make_runner=model_runner):
     """Token by token, by the target alone."""
-    runner, output = model_runner(), []
+    runner, output = make_runner(), []
     runner.open(sequence_id("reference"))
     logits = fed(runner, "reference", prompt, num_rows=1)
     while len(output) < count:
@@ -217,6 +221,93 @@ async def test_sequence_up_to_the_targets_last_position_equals_plain_decoding():
         chunks = await generated(local, "a", prompt, max_tokens=1000)
     assert text(chunks) == greedy_reference(prompt, 34)
     assert chunks[-1].finish_reason == "length"
+
+
+# Too little memory for all --------------------------------------------------------------------------------
+
+NUM_OUTPUT = 60
+PREFIX = tokens(35, seed=20)
+CROWDS = {
+    "strangers": ([tokens(20, seed=seed) for seed in range(4)], 11),
+    "with a common beginning": ([PREFIX + tokens(5, seed=seed) for seed in range(4)], 10),
+}
+"""Four prompts, and blocks of 16 positions for what two or three of them grow to."""
+
+
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
+def make_runner(request):
+    return request.param
+
+
+@pytest.fixture
+def engine_calls(monkeypatch):
+    """Replies of both engines; after each call the bookkeeping of its cache is checked."""
+    replies = {"target": [], "draft": []}
+
+    def watched(role, call):
+        def checked(engine, request):
+            reply = call(engine, request)
+            replies[role].append(reply)
+            if isinstance(engine.runner, ModelRunner):
+                engine.runner.cache.blocks.check_invariants()
+            return reply
+
+        return checked
+
+    monkeypatch.setattr(TargetEngine, "verify", watched("target", TargetEngine.verify))
+    monkeypatch.setattr(DraftEngine, "propose", watched("draft", DraftEngine.propose))
+    return replies
+
+
+@pytest.fixture
+def let_all_in(monkeypatch):
+    """No room is kept for what they may still say."""
+    monkeypatch.setattr(lane, "RESERVED_OUTPUT_TOKENS", 1)
+    monkeypatch.setattr(lane, "MEMORY_RETRY_S", 0.01)
+
+
+@pytest.mark.parametrize("short_of_memory", ["target", "draft"])
+@pytest.mark.parametrize("crowd", CROWDS)
+async def test_sequences_that_give_way_say_what_they_say_alone(
+    make_runner, crowd, short_of_memory, engine_calls, let_all_in
+):
+    prompts, num_blocks = CROWDS[crowd]
+    capacity = {"kv_capacity_tokens": 16 * num_blocks}
+    target = make_runner(**capacity if short_of_memory == "target" else {})
+    draft = make_runner(noise=NOISE, **capacity if short_of_memory == "draft" else {})
+    async with system(target, draft) as local:
+        batch = [generated(local, f"s{i}", p, max_tokens=NUM_OUTPUT) for i, p in enumerate(prompts)]
+        together = await asyncio.gather(*batch)
+    assert [text(chunks) for chunks in together] == [
+        greedy_reference(prompt, NUM_OUTPUT, make_runner) for prompt in prompts
+    ]
+    losses = {
+        role: [lost for reply in replies for lost in reply.lost] for role, replies in engine_calls.items()
+    }
+    gave_way = losses.pop(short_of_memory)
+    assert gave_way
+    assert all(lost.out_of_memory for lost in gave_way)
+    assert list(losses.values()) == [[]]
+    for runner in (target, draft):
+        assert runner.kv_tokens_in_use == 0
+        if isinstance(runner, ModelRunner):
+            runner.cache.blocks.check_invariants()
+            assert runner.cache.blocks.num_free == runner.cache.blocks.num_blocks
+
+
+async def test_oldest_sequence_never_gives_way(make_runner, engine_calls, let_all_in):
+    prompts, num_blocks = CROWDS["strangers"]
+    async with system(make_runner(kv_capacity_tokens=16 * num_blocks), make_runner()) as local:
+        started = asyncio.Event()
+        first = generated(local, "s0", prompts[0], max_tokens=NUM_OUTPUT, started=started)
+        running = [asyncio.create_task(first)]
+        await started.wait()
+        for i, prompt in enumerate(prompts[1:], start=1):
+            running.append(asyncio.create_task(generated(local, f"s{i}", prompt, max_tokens=NUM_OUTPUT)))
+        await asyncio.gather(*running)
+    lost = [lost.sequence_id for reply in engine_calls["target"] for lost in reply.lost]
+    assert lost
+    assert "s0" not in lost
 
 
 # Prefill in chunks ----------------------------------------------------------------------------------------

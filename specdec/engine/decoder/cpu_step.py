@@ -90,7 +90,10 @@ def padded_rows(num_rows: int) -> int:
     """Rows a matmul gets for so many tokens: a few dozen different numbers in all.
 
     oneDNN keeps a program of some hundred kilobytes for every shape of a matmul it has seen. With every
-    number of tokens a shape of its own, these grew to half a gigabyte.
+    number of tokens a shape of its own, these grew to half a gigabyte. Two rows are the least: a single one is
+    multiplied by another program, which rounds differently, and text would depend on how many tokens were
+    verified at once.
     """
+    num_rows = max(2, num_rows)
     step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 16 if num_rows <= 256 else 64
     return -(-num_rows // step) * step
