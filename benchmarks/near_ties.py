@@ -2,9 +2,9 @@
 
     python -m benchmarks.near_ties --tokens 128
 
-Greedy, in one process. In exact arithmetic the texts are equal; in bfloat16 a batch of another shape rounds otherwise,
-which decides where two logits are nearly the same. Behind the first difference two texts have nothing in common, so
-only that one counts: the rate is differences per token compared.
+Greedy, in one process. In exact arithmetic the texts are equal; in bfloat16 a batch of another shape may round
+otherwise, which decides where two logits are nearly the same. Behind the first difference two texts have nothing
+in common, so only that one counts: the rate is differences per token compared.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ async def measure(dtype: str, num_tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()

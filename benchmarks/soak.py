@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak --requests 2000
 
-Short and long, greedy and sampled, speculative and plain, with prompts that begin alike; every fifth client leaves in
-the middle of its answer. In the end every block of both KV caches must be free and every law of their bookkeeping must
-hold; resident memory is noted along the way.
+Short and long, greedy and sampled, speculative and plain, with prompts that begin alike; every fifth client
+leaves in the middle of its answer. In the end every block of both KV caches must be free and every law of their
+bookkeeping must hold; resident memory is noted along the way.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ async def run(num_requests: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     asyncio.run(run(parser.parse_args().requests))
 

@@ -37,6 +37,9 @@ class ModelConfig(_Section):
     bytes a token in 16 bits, so 23 KB for SmolLM2-135M."""
     prefix_caching: bool = True
     """Keep the KV cache of prompts, so that one that begins like an earlier one is not computed again."""
+    cuda_graphs: bool = True
+    """On a GPU, launch the small batches of drafting and verification as CUDA graphs, where the model allows
+    it. They take a few seconds at start."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads for the model; None takes every core this process may use."""
     spin_count: int | None = Field(default=1_000, ge=0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from specdec.engine.upload import AnyArray, upload
 
 TILE = 32
 """Tokens that share one walk over their sequence's cache in the CPU's attention."""
@@ -47,25 +50,51 @@ class BatchTensors:
     tables: torch.Tensor
     """[segments, most blocks of one] int32, padded with 0."""
     max_queries: int
-    """Most tokens of a segment."""
+    """Most tokens of a segment, or more."""
     max_kv_length: int
+    """Most cached positions of a segment, or more."""
     block_size: int
 
+    @classmethod
+    def of(
+        cls, tensors: Sequence[torch.Tensor], *, max_queries: int, max_kv_length: int, block_size: int
+    ) -> BatchTensors:
+        """From the tensors in the order of `StepBatch.arrays`."""
+        token_ids, positions, slots, rows, query_starts, kv_lengths, tables = tensors
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            query_starts=query_starts,
+            kv_lengths=kv_lengths,
+            tables=tables,
+            max_queries=max_queries,
+            max_kv_length=max_kv_length,
+            block_size=block_size,
+        )
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StepBatch:
-    """The same as plain arrays, for the CPU's kernels; see `BatchTensors` for what they hold."""
+    """The same on the host, as the CPU's kernels take it; see `BatchTensors` for what is not said here."""
 
     token_ids: Int64Array
+    """[tokens]; zeros where only ``device_token_ids`` knows them."""
     positions: Int64Array
     slots: Int64Array
+    rows: Int64Array
     segments: Int64Array
     """[n, 4]: index of the sequence, its first token, number of tokens, cached positions with them."""
     tiles: Int64Array
     """[m, 4]: the same of the segments cut into at most `TILE` tokens each."""
     tables: Int32Array
     block_size: int
-    tensors: BatchTensors
+    device: torch.device
+    device_token_ids: torch.Tensor | None = None
+    """[tokens] int64, if the tokens were drawn on the device and the host has not seen them."""
+    static_tensors: BatchTensors | None = None
+    """Stand for `tensors` where they are kept from batch to batch."""
 
     @classmethod
     def of(
@@ -75,6 +104,7 @@ class StepBatch:
         segments: Sequence[Segment],
         block_size: int,
         device: torch.device,
+        device_token_ids: torch.Tensor | None = None,
     ) -> StepBatch:
         """Lay out segments that follow each other without gaps."""
         tables = np.zeros((len(segments), max((len(s.blocks) for s in segments), default=0)), np.int32)
@@ -85,34 +115,51 @@ class StepBatch:
         starts = np.cumsum(lengths) - lengths
         owner = np.repeat(np.arange(len(segments)), lengths)
         positions = np.arange(len(token_ids)) - (starts - kv_lengths + lengths)[owner]
-        slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        ids = np.array(token_ids, np.int64)
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
         table = np.stack([np.arange(len(segments)), starts, lengths, kv_lengths], axis=1)
         return cls(
-            token_ids=ids,
+            token_ids=np.array(token_ids, np.int64),
             positions=positions,
-            slots=slots,
+            slots=tables[owner, positions // block_size].astype(np.int64) * block_size
+            + positions % block_size,
+            rows=np.array(rows, np.int64),
             segments=table,
             tiles=_tiles(table),
             tables=tables,
             block_size=block_size,
-            tensors=BatchTensors(
-                token_ids=on_device(ids),
-                positions=on_device(positions),
-                slots=on_device(slots),
-                rows=on_device(np.array(rows, np.int64)),
-                query_starts=on_device(np.append(starts, len(token_ids)).astype(np.int32)),
-                kv_lengths=on_device(kv_lengths.astype(np.int32)),
-                tables=on_device(tables),
-                max_queries=int(lengths.max(initial=0)),
-                max_kv_length=int(kv_lengths.max(initial=0)),
-                block_size=block_size,
-            ),
+            device=device,
+            device_token_ids=device_token_ids,
         )
+
+    @property
+    def max_queries(self) -> int:
+        return int(self.segments[:, 2].max(initial=0))
+
+    @property
+    def arrays(self) -> list[AnyArray]:
+        """The tensors of `BatchTensors` in order, on the host."""
+        ends = self.segments[:, 1] + self.segments[:, 2]
+        return [
+            self.token_ids,
+            self.positions,
+            self.slots,
+            self.rows,
+            np.concatenate([self.segments[:1, 1], ends]).astype(np.int32),
+            self.segments[:, 3].astype(np.int32),
+            self.tables,
+        ]
+
+    @cached_property
+    def tensors(self) -> BatchTensors:
+        """The batch on its device, copied there when first asked for; the host does not wait for the copy."""
+        if self.static_tensors is not None:
+            return self.static_tensors
+        tensors = BatchTensors.of(
+            upload(self.arrays, self.device),
+            max_queries=self.max_queries,
+            max_kv_length=int(self.segments[:, 3].max(initial=0)),
+            block_size=self.block_size,
+        )
+        return tensors if self.device_token_ids is None else replace(tensors, token_ids=self.device_token_ids)
 
     def slots_of(self, idx: int) -> Int64Array:
         """[cached positions] slots of all positions of one segment, its new tokens included."""

@@ -28,9 +28,16 @@ class _Table:
     blocks: list[int] = field(default_factory=list)
     """Its positions in order; the last ones may be reserved and not written yet."""
     token_ids: list[int] = field(default_factory=list)
-    """Exactly the cached tokens."""
+    """Exactly the cached tokens, but for the unseen ones."""
+    num_unseen: int = 0
+    """Cached tokens behind them whose values are not known yet."""
     digests: list[bytes] = field(default_factory=list)
     """Of the full blocks among them."""
+
+    @property
+    def length(self) -> int:
+        """Cached positions."""
+        return len(self.token_ids) + self.num_unseen
 
 
 class BlockManager:
@@ -66,7 +73,7 @@ class BlockManager:
 
     def length(self, sequence_id: SequenceId) -> int:
         """Cached positions of an open sequence."""
-        return len(self._tables[sequence_id].token_ids)
+        return self._tables[sequence_id].length
 
     def table(self, sequence_id: SequenceId) -> Sequence[int]:
         """Its blocks in order of position, reserved ones included; not to be changed."""
@@ -89,13 +96,14 @@ class BlockManager:
         """Keep the first ``length`` positions; blocks wholly behind them are let go, reserved ones too.
 
         Raises:
-            StaleCache: the sequence holds fewer.
+            StaleCache: the sequence holds fewer; unseen ones do not count.
         """
         table = self._tables[sequence_id]
         if length > len(table.token_ids):
             raise StaleCache(
                 f"sequence {sequence_id}: keep {length}, but {len(table.token_ids)} positions are cached"
             )
+        table.num_unseen = 0
         num_blocks = self._blocks_for(length)
         self._let_go(table.blocks[num_blocks:])
         del table.blocks[num_blocks:]
@@ -114,7 +122,7 @@ class BlockManager:
         """
         table = self._tables[sequence_id]
         num_adopted = 0
-        if len(table.blocks) * self.block_size != len(table.token_ids):
+        if table.num_unseen or len(table.blocks) * self.block_size != len(table.token_ids):
             return 0
         while num_adopted + self.block_size <= len(token_ids):
             content = token_ids[num_adopted : num_adopted + self.block_size]
@@ -141,7 +149,7 @@ class BlockManager:
             KVCacheFull: there are not enough blocks; nothing was changed.
         """
         table = self._tables[sequence_id]
-        length = len(table.token_ids)
+        length = table.length
         first = length // self.block_size
         is_partial = length % self.block_size > 0 and num_tokens > 0
         is_shared = is_partial and self._num_users[table.blocks[first]] > 1
@@ -159,6 +167,7 @@ class BlockManager:
     def append(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         """Count tokens as cached: they have been written to reserved positions."""
         table = self._tables[sequence_id]
+        assert not table.num_unseen
         start = len(table.token_ids) // self.block_size * self.block_size
         table.token_ids.extend(token_ids)
         while start + self.block_size <= len(table.token_ids):
@@ -166,6 +175,17 @@ class BlockManager:
             table.digests.append(digest)
             self._remember(table.blocks[start // self.block_size], digest)
             start += self.block_size
+
+    def append_unseen(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        """Count tokens as cached whose values `settle` tells later; until then nobody can share them."""
+        self._tables[sequence_id].num_unseen += num_tokens
+
+    def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        """Say what the unseen tokens were; those behind ``token_ids`` are not kept."""
+        table = self._tables[sequence_id]
+        assert len(token_ids) <= table.num_unseen
+        table.num_unseen = 0
+        self.append(sequence_id, token_ids)
 
     # Blocks ---------------------------------------------------------------------------------------------
 
@@ -241,10 +261,9 @@ class BlockManager:
             raise InvariantViolation("an idle block has no digest")
 
     def _check_table(self, sequence_id: SequenceId, table: _Table) -> None:
-        length = len(table.token_ids)
-        if len(table.blocks) < self._blocks_for(length):
-            raise InvariantViolation(f"sequence {sequence_id}: {length} positions exceed its blocks")
-        if len(table.digests) != length // self.block_size:
+        if len(table.blocks) < self._blocks_for(table.length):
+            raise InvariantViolation(f"sequence {sequence_id}: {table.length} positions exceed its blocks")
+        if len(table.digests) != len(table.token_ids) // self.block_size:
             raise InvariantViolation(f"sequence {sequence_id}: digests do not match its full blocks")
         for block, digest in zip(table.blocks, table.digests, strict=False):
             if self._digest_of.get(block, digest) != digest:

@@ -44,6 +44,11 @@ class PagedKVCache:
         return self.blocks.block_size
 
     @property
+    def scratch_block(self) -> int:
+        """A block that no sequence gets: padding is written there."""
+        return self.blocks.num_blocks
+
+    @property
     def capacity_tokens(self) -> int:
         return self.blocks.num_blocks * self.block_size
 
@@ -68,7 +73,7 @@ class PagedKVCache:
         """A layer; ``key`` and ``value`` ([tokens, kv_heads, head_dim]) say what it holds."""
         layer = self._layers.get(layer_idx)
         if layer is None:
-            layer = make_layer(key, value, self.blocks.num_blocks, self.block_size)
+            layer = make_layer(key, value, self.blocks.num_blocks + 1, self.block_size)
             self._layers[layer_idx] = layer
         return layer
 
@@ -104,8 +109,8 @@ class PagedKVCache:
         """Tokens of an item that are not cached, as far as is known before it is reserved."""
         return len(item.token_ids) - self._num_adopted.get(item.sequence_id, 0)
 
-    def batch(self, items: Sequence[ForwardItem]) -> StepBatch:
-        """What a forward needs to know of reserved items."""
+    def batch(self, items: Sequence[ForwardItem], device_token_ids: torch.Tensor | None = None) -> StepBatch:
+        """What a forward needs to know of reserved items; their tokens may be on the device only."""
         token_ids: list[int] = []
         segments: list[Segment] = []
         rows: list[int] = []
@@ -123,10 +128,13 @@ class PagedKVCache:
                         blocks=self.blocks.table(item.sequence_id),
                     )
                 )
-        return StepBatch.of(token_ids, rows, segments, self.block_size, self._device)
+        return StepBatch.of(token_ids, rows, segments, self.block_size, self._device, device_token_ids)
 
-    def advance(self, items: Sequence[ForwardItem]) -> None:
-        """Count the items' tokens as cached: all layers have been written."""
+    def advance(self, items: Sequence[ForwardItem], *, unseen: bool = False) -> None:
+        """Count the items' tokens as cached: all layers have been written, or will be."""
         for item in items:
             adopted = self._num_adopted.pop(item.sequence_id)
-            self.blocks.append(item.sequence_id, item.token_ids[adopted:])
+            if unseen:
+                self.blocks.append_unseen(item.sequence_id, len(item.token_ids))
+            else:
+                self.blocks.append(item.sequence_id, item.token_ids[adopted:])

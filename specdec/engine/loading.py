@@ -21,6 +21,7 @@ from specdec.engine.attention import interface
 from specdec.engine.compatibility import check, observe
 from specdec.engine.decoder import families
 from specdec.engine.decoder.forward import Decoder
+from specdec.engine.decoder.graphs import GraphedDecoder
 from specdec.engine.model_runner import Forward, ModelRunner, TransformersForward
 from specdec.engine.runner import ForwardItem
 from specdec.engine.threads import set_num_threads
@@ -61,7 +62,22 @@ def load_runner(config: ModelConfig, *, vocab_size: int, max_context: int) -> Mo
         shares_prefixes=config.prefix_caching,
     )
     warm_up(runner)
+    if config.cuda_graphs and isinstance(forward, Decoder):
+        use_graphs(runner, forward)
     return runner
+
+
+def use_graphs(runner: ModelRunner, decoder: Decoder) -> None:
+    """Let a warm runner launch small batches as CUDA graphs, if its decoder allows it."""
+    if not GraphedDecoder.supports(decoder):
+        return
+    graphed = GraphedDecoder(decoder, runner.cache, runner.max_context)
+    try:
+        graphed.prepare()
+    except RuntimeError as error:  # what CUDA and torch raise
+        logger.warning("CUDA graphs are off, which is slower: they cannot be captured (%s)", error)
+    else:
+        runner.model = graphed
 
 
 def load_vocab_map(config: DraftConfig, path: str, vocab_size: int) -> torch.Tensor | None:

@@ -79,7 +79,8 @@ class ModelRunner:
         kv_capacity_tokens: int,
         shares_prefixes: bool = True,
     ) -> None:
-        self._model = model
+        self.model = model
+        """May be replaced by one that says the same, `GraphedDecoder` for its `Decoder`."""
         self._vocab_size = vocab_size
         self._max_context = max_context
         self.cache = PagedKVCache(kv_capacity_tokens, model.device, shares_prefixes=shares_prefixes)
@@ -106,6 +107,10 @@ class ModelRunner:
     def close(self, sequence_id: SequenceId) -> None:
         self.cache.close(sequence_id)
 
+    @property
+    def runs_ahead(self) -> bool:
+        return self.model.device.type == "cuda"
+
     def length(self, sequence_id: SequenceId) -> int:
         return self.cache.blocks.length(sequence_id)
 
@@ -122,14 +127,19 @@ class ModelRunner:
         self.cache.reserve(item, num_extra)
 
     @torch.inference_mode()
-    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+    def forward(
+        self, items: Sequence[ForwardItem], device_token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Runner.forward`."""
         for item in items:
             self.reserve(item)
-        batch = self.cache.batch(items)
+        batch = self.cache.batch(items, device_token_ids)
         if len(batch.token_ids):
-            logits = self._model.forward(batch, self.cache)
+            logits = self.model.forward(batch, self.cache)
         else:  # every token was cached already, and no row is wanted
-            logits = torch.empty(0, self._vocab_size, device=self._model.device)
-        self.cache.advance(items)
+            logits = torch.empty(0, self._vocab_size, device=self.model.device)
+        self.cache.advance(items, unseen=device_token_ids is not None)
         return logits
+
+    def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        self.cache.blocks.settle(sequence_id, token_ids)

@@ -47,6 +47,11 @@ class Runner(Protocol):
         """Positions of the cache that sequences hold, in whole blocks; shared ones count once."""
         ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `forward` returns before its logits are there: looking at a value waits for the device."""
+        ...
+
     def open(self, sequence_id: SequenceId) -> None:
         """Give a sequence an empty cache; an existing one is dropped first."""
         ...
@@ -79,17 +84,27 @@ class Runner(Protocol):
         """
         ...
 
-    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+    def forward(
+        self, items: Sequence[ForwardItem], device_token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Feed every item's tokens and return the wanted logits.
 
         Args:
             items: distinct open sequences, reserved or not.
+            device_token_ids: [tokens of all items] int64 on the model's device, if the host has not seen the
+                tokens. The items' own then only say how many there are, and all rows are wanted. Nothing but
+                more such tokens may follow until `settle` says what they were.
 
         Returns:
-            [sum of num_rows, >= vocab_size] raw logits, items in order, on the model's device.
+            [sum of num_rows, >= vocab_size] raw logits, items in order, on the model's device; the next
+            forward may overwrite them.
 
         Raises:
             KVCacheFull: the tokens of an item not reserved do not fit; nothing was fed.
             StaleCache: such a sequence would outgrow ``max_context``; nothing was fed.
         """
+        ...
+
+    def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        """Say what the tokens were that were fed unseen; those behind ``token_ids`` are rolled back."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 
@@ -72,6 +73,7 @@ class SimulatedRunner:
         self._tokens: dict[SequenceId, list[int]] = {}
         self._room: dict[SequenceId, int] = {}
         """Positions that each may fill."""
+        self._num_unseen: dict[SequenceId, int] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +91,12 @@ class SimulatedRunner:
     def kv_tokens_in_use(self) -> int:
         return sum(self._room.values())
 
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
     def open(self, sequence_id: SequenceId) -> None:
+        self._num_unseen.pop(sequence_id, None)
         self._tokens[sequence_id] = []
         self._room[sequence_id] = 0
 
@@ -101,6 +108,7 @@ class SimulatedRunner:
         return len(self._tokens[sequence_id])
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
+        self.settle(sequence_id, ())
         tokens = self._tokens[sequence_id]
         if length > len(tokens):
             raise StaleCache(f"sequence {sequence_id}: keep {length}, but {len(tokens)} positions are cached")
@@ -120,8 +128,11 @@ class SimulatedRunner:
             raise KVCacheFull(f"room for {wanted} tokens wanted, {self._kv_capacity_tokens} in all")
         self._room[sequence_id] = room
 
-    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+    def forward(
+        self, items: Sequence[ForwardItem], device_token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Runner.forward`."""
+        unseen = None if device_token_ids is None else iter(device_token_ids.tolist())
         for item in items:
             self.reserve(item)
         num_tokens = sum(len(item.token_ids) for item in items)
@@ -131,7 +142,18 @@ class SimulatedRunner:
         rows: list[torch.Tensor] = []
         for item in items:
             tokens = self._tokens[item.sequence_id]
-            tokens.extend(item.token_ids)
+            if unseen is None:
+                tokens.extend(item.token_ids)
+            else:
+                tokens.extend(islice(unseen, len(item.token_ids)))
+                fed_before = self._num_unseen.get(item.sequence_id, 0)
+                self._num_unseen[item.sequence_id] = fed_before + len(item.token_ids)
             first = len(tokens) - item.num_rows + 1
             rows.extend(self._law.row(tokens[:end]) for end in range(first, len(tokens) + 1))
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
+        """See `Runner.settle`."""
+        tokens = self._tokens[sequence_id]
+        del tokens[len(tokens) - self._num_unseen.pop(sequence_id, 0) :]
+        tokens.extend(token_ids)

@@ -16,6 +16,7 @@ from specdec.messages import Draft, Lost, Verdict, VerifyReply, VerifyRequest
 from specdec.sampling.drawing import draw
 from specdec.sampling.noise import Purpose
 from specdec.sampling.processors import RowContext, mask_padding, process_logits
+from specdec.sampling.transfer import index_of, picked, placed, to_device
 from specdec.sampling.verification import acceptance_ratios, residual_weights
 from specdec.types import VerificationMode
 
@@ -108,21 +109,21 @@ def judge(logits: torch.Tensor, cases: list[_Case], vocab_size: int) -> list[Ver
         token_ids = torch.empty(len(processed), dtype=torch.int64, device=processed.device)
     ratios: dict[int, list[float]] = {}
     if sampled:
-        _judge_sampled(processed, sampled, token_ids, ratios)
+        token_ids = _judge_sampled(processed, sampled, token_ids, ratios)
     chosen = token_ids.tolist()
     return [case.verdict(chosen, ratios.get(case.start, [])) for case in cases]
 
 
 def _judge_sampled(
     processed: torch.Tensor, cases: list[_Case], token_ids: torch.Tensor, ratios: dict[int, list[float]]
-) -> None:
-    """Fill in the draws of coupled and rejection rows: from the target's law, or from the residual."""
+) -> torch.Tensor:
+    """``token_ids`` with the draws of coupled and rejection rows: from the target's law, or the residual."""
     rows = [row for case in cases for row in range(case.start, case.start + case.num_rows)]
-    probs = torch.softmax(processed if len(rows) == len(processed) else processed[rows], dim=-1)
+    probs = torch.softmax(picked(processed, rows), dim=-1)
     drafted = [case for case in cases if case.mode is VerificationMode.REJECTION and case.draft_ids]
     weights = _compare(probs, rows, drafted, ratios) if drafted else probs
     keys = [key for case in cases for key in case.noise_keys()]
-    token_ids[rows] = draw(weights, keys, Purpose.TARGET)
+    return placed(token_ids, rows, draw(weights, keys, Purpose.TARGET))
 
 
 def _compare(
@@ -141,10 +142,10 @@ def _compare(
     """
     idx_of = {row: idx for idx, row in enumerate(rows)}
     spans = [range(idx_of[case.start], idx_of[case.start] + len(case.draft_ids)) for case in cases]
-    compared = torch.tensor([idx for span in spans for idx in span], device=probs.device)
+    compared = index_of([idx for span in spans for idx in span], probs.device)
     drafts = [case.draft for case in cases if case.draft is not None]
     support_ids, support_probs = _supports(drafts, probs.device)
-    draft_ids = torch.tensor([token for draft in drafts for token in draft.token_ids], device=probs.device)
+    draft_ids = index_of([token for draft in drafts for token in draft.token_ids], probs.device)
     target_probs = probs[compared]
     found = acceptance_ratios(target_probs, draft_ids, support_ids, support_probs).tolist()
     for case in cases:
@@ -158,6 +159,6 @@ def _supports(drafts: list[Draft], device: torch.device) -> tuple[torch.Tensor, 
     draft_probs = [draft.support_probs for draft in drafts if draft.support_probs is not None]
     assert len(ids) == len(draft_probs) == len(drafts)
     return (
-        torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
-        torch.from_numpy(np.concatenate(draft_probs)).to(device),
+        to_device(torch.from_numpy(np.concatenate(ids).astype(np.int64)), device),
+        to_device(torch.from_numpy(np.concatenate(draft_probs)), device),
     )

@@ -13,6 +13,7 @@ import torch
 
 from specdec.kernels import noise as kernels
 from specdec.sampling.noise import Purpose, philox_key
+from specdec.sampling.transfer import to_device
 from specdec.sampling.verification import race
 
 Key = tuple[int, int]
@@ -34,11 +35,11 @@ def draw(weights: torch.Tensor, keys: Sequence[Key], purpose: Purpose) -> torch.
         winners = torch.empty(len(keys), dtype=torch.int64)
         kernels.race(_key_array(keys, purpose), weights.contiguous().numpy(), winners.numpy())
         return winners
-    return race(weights, exponential_rows(keys, purpose, weights.shape[1]).to(weights.device))
+    return race(weights, to_device(exponential_rows(keys, purpose, weights.shape[1]), weights.device))
 
 
 def draw_among(
-    ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[Key], purpose: Purpose
+    ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[Key], purpose: Purpose, vocab_size: int
 ) -> torch.Tensor:
     """As `draw`, where only some tokens have weight.
 
@@ -47,13 +48,17 @@ def draw_among(
         weights: [rows, n] theirs.
         keys: one per row.
         purpose: what the draws are for.
+        vocab_size: ids are below it.
 
     Returns:
         [rows] int64 token ids.
     """
-    noise = torch.empty(ids.shape, dtype=torch.float32)
-    kernels.gather(_key_array(keys, purpose), ids.cpu().numpy(), noise.numpy())
-    return ids.gather(1, race(weights, noise.to(weights.device)).unsqueeze(1)).squeeze(1)
+    if ids.device.type == "cpu":
+        noise = torch.empty(ids.shape, dtype=torch.float32)
+        kernels.gather(_key_array(keys, purpose), ids.numpy(), noise.numpy())
+    else:  # which ids these are the host does not know without waiting for the device
+        noise = to_device(exponential_rows(keys, purpose, vocab_size), ids.device).gather(1, ids)
+    return ids.gather(1, race(weights, noise).unsqueeze(1)).squeeze(1)
 
 
 def exponential_rows(keys: Sequence[Key], purpose: Purpose, vocab_size: int) -> torch.Tensor:

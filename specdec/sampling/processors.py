@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.sampling.transfer import index_of, to_device
 from specdec.types import SamplingParams
 
 
@@ -63,7 +64,7 @@ def target_law(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor
 
 
 def _apply_penalties(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
-    penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+    penalised = [i for i, row in enumerate(rows) if depends_on_history(row.params)]
     if not penalised:
         return logits
     logits = logits.clone()
@@ -72,7 +73,8 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.
     return logits
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def depends_on_history(params: SamplingParams) -> bool:
+    """Whether a row's law is changed by the tokens before it, beyond what the model makes of them."""
     return (
         params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
     )
@@ -82,7 +84,7 @@ def _penalise_row(row_logits: torch.Tensor, row: RowContext) -> None:
     params = row.params
     if params.repetition_penalty != 1.0:
         # Keskar et al. 2019, arXiv:1909.05858: prompt and output tokens alike.
-        seen = _index(sorted(set(row.token_ids[: row.length])), row_logits)
+        seen = index_of(sorted(set(row.token_ids[: row.length])), row_logits.device)
         values = row_logits[seen]
         # A factor near 0 may reach the largest float, but not infinity, which softmax would turn into NaN.
         limits = torch.finfo(row_logits.dtype)
@@ -90,13 +92,11 @@ def _penalise_row(row_logits: torch.Tensor, row: RowContext) -> None:
         row_logits[seen] = torch.where(values > 0, values / factor, values * factor).clamp_max(limits.max)
     output_counts = Counter(row.token_ids[row.prompt_len : row.length])
     if output_counts and (params.frequency_penalty or params.presence_penalty):
-        ids = _index(list(output_counts), row_logits)
-        counts = torch.tensor(list(output_counts.values()), dtype=row_logits.dtype, device=row_logits.device)
+        ids = index_of(list(output_counts), row_logits.device)
+        counts = to_device(
+            torch.tensor(list(output_counts.values()), dtype=row_logits.dtype), row_logits.device
+        )
         row_logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-
-
-def _index(ids: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.long, device=like.device)
 
 
 def _apply_bias(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
@@ -104,12 +104,14 @@ def _apply_bias(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tenso
     if not cells:
         return logits
     row_idx, token_idx, bias = zip(*cells, strict=True)
-    values = torch.tensor(bias, dtype=logits.dtype, device=logits.device)
-    return logits.index_put((_index(row_idx, logits), _index(token_idx, logits)), values, accumulate=True)
+    values = to_device(torch.tensor(bias, dtype=logits.dtype), logits.device)
+    return logits.index_put(
+        (index_of(row_idx, logits.device), index_of(token_idx, logits.device)), values, accumulate=True
+    )
 
 
 def _column(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+    return to_device(torch.tensor(values, dtype=logits.dtype), logits.device).unsqueeze(1)
 
 
 def _apply_temperature(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
@@ -132,10 +134,10 @@ def _apply_top_k(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tens
     }
     if not wanted:
         return logits
-    idx = _index(list(wanted), logits)
-    ks = _index(list(wanted.values()), logits)
+    idx = index_of(list(wanted), logits.device)
+    ks = index_of(list(wanted.values()), logits.device)
     selected = logits[idx]
-    best = selected.topk(int(ks.max()), dim=-1).values
+    best = selected.topk(max(wanted.values()), dim=-1).values
     threshold = best.gather(1, (ks - 1).unsqueeze(1))
     return logits.index_copy(0, idx, selected.masked_fill(selected < threshold, -torch.inf))
 
@@ -148,7 +150,7 @@ def _apply_top_p(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tens
     }
     if not wanted:
         return logits
-    idx = _index(list(wanted), logits)
+    idx = index_of(list(wanted), logits.device)
     selected = logits[idx]
     probs, order = torch.softmax(selected, dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probs.cumsum(dim=-1) - probs

@@ -27,9 +27,15 @@ SUPPORT = 16
 A, B, C = (sequence_id(name) for name in "abc")
 
 
+@pytest.fixture(params=[False, True], ids=["seen", "unseen"])
+def draws_unseen(request):
+    """Whether drafted tokens are looked at one by one, or stay on the device until all are drawn."""
+    return request.param
+
+
 @pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
-def make_engine(request):
-    return lambda **limits: DraftEngine(request.param(**limits), SUPPORT)
+def make_engine(request, draws_unseen):
+    return lambda **limits: DraftEngine(request.param(**limits), SUPPORT, draws_unseen=draws_unseen)
 
 
 @pytest.fixture

@@ -351,6 +351,7 @@ def test_known_family_that_says_something_else_falls_back_with_a_warning(
 
 # A rope that depends on the context served ----------------------------------------------------------------
 
+
 @pytest.fixture(params=[general, fast, fast_in_torch], ids=lambda path: path.__name__)
 def longrope_runner(request, tmp_path):
     def make(max_context: int = 512) -> ModelRunner:

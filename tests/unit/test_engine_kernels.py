@@ -152,7 +152,11 @@ def test_norm_of_zeros_is_zero_and_of_tiny_numbers_depends_on_epsilon(dtype):
 
 @pytest.mark.parametrize("hidden", SIZES)
 def test_add_and_norm(hidden, dtype, num_threads):
-    residual, delta, weight = normal(5, hidden), normal(5, hidden, dtype=dtype, seed=1), normal(hidden, seed=2)
+    residual, delta, weight = (
+        normal(5, hidden),
+        normal(5, hidden, dtype=dtype, seed=1),
+        normal(hidden, seed=2),
+    )
     expected = residual + delta.float()
     out = torch.empty_like(delta)
     layers.add_and_norm(residual.numpy(), as_array(delta), weight.numpy(), 1e-6, as_array(out))
@@ -235,9 +239,7 @@ def test_rotated_heads_and_what_is_cached(
     cos, sin = normal(31, rotary_dim // 2, seed=1).cos(), normal(31, rotary_dim // 2, seed=2).sin()
     q_weight, k_weight = (normal(head_dim, seed=seed) if is_normed else None for seed in (3, 4))
     query = torch.empty(5, num_heads, head_dim, dtype=dtype)
-    layer = BlockLayer(
-        qkv[:, :num_kv_heads], qkv[:, :num_kv_heads], num_blocks=NUM_BLOCKS, block_size=BLOCK
-    )
+    layer = BlockLayer(qkv[:, :num_kv_heads], qkv[:, :num_kv_heads], num_blocks=NUM_BLOCKS, block_size=BLOCK)
     layer.keys.fill_(7.0)
     layer.values.fill_(7.0)
     layers.rotate_and_store(

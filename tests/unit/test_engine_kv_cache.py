@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from specdec.errors import KVCacheFull
-from tests.tiny_models import fed, fed_in_chunks, item, runner_of, sequence_id, tiny_decoder, tiny_llama, tokens
+from tests.tiny_models import (
+    fed,
+    fed_in_chunks,
+    item,
+    runner_of,
+    sequence_id,
+    tiny_decoder,
+    tiny_llama,
+    tokens,
+)
 
 A, B, C = (sequence_id(name) for name in "abc")
 BLOCK = 16
@@ -80,7 +89,9 @@ def adopting(runner, name, token_ids, num_rows, *, num_adopted):
 # Adoption -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, len(SECOND)], ids=["none", "last", "from the shared part's end on"])
+@pytest.mark.parametrize(
+    "num_rows", [0, 1, len(SECOND)], ids=["none", "last", "from the shared part's end on"]
+)
 @pytest.mark.parametrize("first_ended", [False, True])
 def test_adopted_prefix_gives_the_same_logits(runner, expected, num_rows, first_ended):
     fed(runner, "a", PROMPT + FIRST)
@@ -114,7 +125,9 @@ def test_conversations_with_a_common_beginning_one_after_another(runner, expecte
     assert runner.kv_tokens_in_use == 0
 
 
-@pytest.mark.parametrize(("num_rows", "num_adopted"), [(0, 2 * BLOCK), (1, BLOCK), (BLOCK, BLOCK), (BLOCK + 1, 0)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_adopted"), [(0, 2 * BLOCK), (1, BLOCK), (BLOCK, BLOCK), (BLOCK + 1, 0)]
+)
 def test_wanted_rows_are_computed_whatever_is_cached(runner, expected, num_rows, num_adopted):
     fed(runner, "a", PROMPT)
     logits = fed(runner, "b", PROMPT, num_rows)

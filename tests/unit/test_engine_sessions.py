@@ -216,7 +216,9 @@ class Blocks(Table):
         super().__init__(clock, make, kv_capacity_tokens=num_blocks * self.size)
 
     def blocks(self, name, count, *, keep=0, epoch=0):
-        return feed(name, [3 + ord(name) - ord("a")] * (count * self.size), keep=keep * self.size, epoch=epoch)
+        return feed(
+            name, [3 + ord(name) - ord("a")] * (count * self.size), keep=keep * self.size, epoch=epoch
+        )
 
     @property
     def num_free(self):
@@ -307,7 +309,9 @@ def test_one_that_comes_back_is_the_youngest(make_runner):
     [session] = table.apply(table.blocks("b", 2, keep=1))
     assert len(session.token_ids) == 3 * table.size
     _, c, a = table.apply(
-        table.blocks("b", 1, keep=2), table.blocks("c", 1, keep=0, epoch=1), table.blocks("a", 1, keep=1, epoch=1)
+        table.blocks("b", 1, keep=2),
+        table.blocks("c", 1, keep=0, epoch=1),
+        table.blocks("a", 1, keep=1, epoch=1),
     )
     assert isinstance(c, Session)
     assert (a.reason, a.epoch) == (GAVE_WAY, 1)

@@ -189,9 +189,7 @@ def test_sequence_without_room_is_lost_while_the_others_go_on(pair):
     engine = pair.target(kv_capacity_tokens=48)
     draft = pair.draft(feed("a", tokens(14)), 3)
     reply = engine.verify(
-        verify(
-            judge(feed("a", tokens(14)), draft), judge(feed("b", tokens(32))), judge(feed("c", tokens(8)))
-        )
+        verify(judge(feed("a", tokens(14)), draft), judge(feed("b", tokens(32))), judge(feed("c", tokens(8))))
     )
     assert [verdict.sequence_id for verdict in reply.verdicts] == [A, C]
     assert [(lost.sequence_id, lost.out_of_memory) for lost in reply.lost] == [(B, True)]

@@ -93,7 +93,7 @@ def test_draw_among_some_tokens_sees_the_noise_of_their_ids():
     ids = torch.tensor([[7, 3000, 12], [0, 1, 2], [999, 8, 16]])
     weights = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
     whole = torch.zeros(3, 4000).scatter(1, ids, weights)
-    drawn = drawing.draw_among(ids, weights, keys, Purpose.DRAFT)
+    drawn = drawing.draw_among(ids, weights, keys, Purpose.DRAFT, vocab_size=4000)
     assert torch.equal(drawn, drawing.draw(whole, keys, Purpose.DRAFT))
 
 

@@ -29,6 +29,7 @@ def attend(
         out = query.new_empty(*query.shape[:2], value_dim)
         cpu.attend_into(query.contiguous(), layer, batch, traits, out)
         return out
-    if isinstance(layer, FlatLayer) and query.is_cuda and cuda.can_attend(query, value_dim, traits):
+    can_flash = query.is_cuda and cuda.can_attend(query.dtype, query.shape[-1], value_dim, traits)
+    if isinstance(layer, FlatLayer) and can_flash:
         return cuda.attend(query, layer, batch.tensors, traits)
     return reference.attend(query, layer, batch, traits, value_dim)

@@ -90,8 +90,8 @@ def padded_rows(num_rows: int) -> int:
     """Rows a matmul gets for so many tokens: a few dozen different numbers in all.
 
     oneDNN keeps a program of some hundred kilobytes for every shape of a matmul it has seen. With every
-    number of tokens a shape of its own, these grew to half a gigabyte. Two rows are the least: a single one is
-    multiplied by another program, which rounds differently, and text would depend on how many tokens were
+    number of tokens a shape of its own, these grew to half a gigabyte. Two rows are the least: a single one
+    is multiplied by another program, which rounds differently, and text would depend on how many tokens were
     verified at once.
     """
     num_rows = max(2, num_rows)

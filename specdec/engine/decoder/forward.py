@@ -16,8 +16,8 @@ from specdec.engine.kv_cache import PagedKVCache
 class Step(Protocol):
     """What happens between the matmuls of one forward. The residual stream is float32 and the step's own.
 
-    Results may have more rows than there are tokens, for the matmuls' sake; those behind are not looked at. What
-    a method returns is valid until the same method is called again.
+    Results may have more rows than there are tokens, for the matmuls' sake; those behind are not looked at.
+    What a method returns is valid until the same method is called again.
     """
 
     def begin(self, embedded: torch.Tensor) -> None:
