@@ -77,6 +77,21 @@ class Mirror:
                 self.blocks.append(sequence, token_ids)
                 self.texts[sequence] += token_ids
 
+    def feed_unseen(self, sequence, token_ids, num_kept):
+        """A draft whose tokens are told when all are fed; ``num_kept`` None is a call that died before."""
+        if not self.reserve(sequence, len(token_ids)):
+            return
+        self.write(sequence, token_ids, fails=False)
+        for _ in token_ids:
+            self.blocks.append_unseen(sequence, 1)
+            self.blocks.check_invariants()
+        assert self.blocks.length(sequence) == len(self.texts[sequence]) + len(token_ids)
+        if num_kept is None:
+            self.blocks.truncate(sequence, len(self.texts[sequence]))
+        else:
+            self.blocks.settle(sequence, token_ids[:num_kept])
+            self.texts[sequence] += token_ids[:num_kept]
+
     def adopt(self, sequence, token_ids):
         used = {block for other in self.texts for block in self.blocks.table(other)}
         before = len(self.blocks.table(sequence))
@@ -182,6 +197,10 @@ class BlockMachine(RuleBasedStateMachine):
         """A forward that dies: what was written to is known to nobody."""
         self.mirror.feed({sequence: text}, fails=True)
 
+    @rule(sequence=SEQUENCES, text=TEXTS, num_kept=st.none() | st.integers(0, 2 * SIZE))
+    def draft_unseen(self, sequence, text, num_kept):
+        self.mirror.feed_unseen(sequence, text, num_kept)
+
     @rule(sequence=SEQUENCES, num_rejected=REJECTED)
     def roll_back(self, sequence, num_rejected):
         self.mirror.reject(sequence, num_rejected)
@@ -210,9 +229,10 @@ def test_long_walk_meets_everything_that_can_happen():
     def text():
         return rng.choices(TOKENS, k=rng.randint(1, 2 * SIZE))
 
+    steps = "go on", "go on", "together", "like another", "like another", "unseen", "fail", "open"
     for _ in range(2000):
         sequence, other = rng.choices(NAMES, k=2)
-        match rng.choice(("go on", "go on", "together", "like another", "like another", "fail", "open")):
+        match rng.choice(steps):
             case "go on":
                 mirror.reject(sequence, rng.randint(0, 2 * SIZE))
                 mirror.feed({sequence: text()}, num_extra=rng.randint(0, SIZE))
@@ -222,6 +242,8 @@ def test_long_walk_meets_everything_that_can_happen():
                 mirror.feed({name: text() for name in NAMES})
             case "like another":
                 mirror.begin_like(sequence, other)
+            case "unseen":
+                mirror.feed_unseen(sequence, text(), rng.choice((None, 0, 1, SIZE, 2 * SIZE)))
             case "fail":
                 mirror.feed({sequence: text()}, fails=True)
             case "open":

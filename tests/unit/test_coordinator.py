@@ -462,26 +462,29 @@ def let_all_in(monkeypatch):
     monkeypatch.setattr(lane, "MEMORY_RETRY_S", 0.01)
 
 
-async def test_a_sequence_that_gave_way_comes_back_when_there_is_room_for_all_of_it(undisturbed, let_all_in):
-    target = Target(kv_capacity_tokens=190)
+async def test_sequences_that_gave_way_come_back_when_there_is_room_for_all_of_them(undisturbed, let_all_in):
+    target = Target(kv_capacity_tokens=420)
     async with running([target], [Draft()]) as system:
-        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(6)))
-        assert texts == [undisturbed] * 6
+        texts = await asyncio.gather(*(system.text(ask(f"s{i}")) for i in range(15)))
+        assert texts == [undisturbed] * 15
         await system.is_idle()
-    rounds = target.handle.rounds
-    asked = [{item.feed.sequence_id: item.feed for item in request.items} for request, _ in rounds]
-    num_returns = 0
-    for idx, (_, reply) in enumerate(rounds):
-        for lost in reply.lost:
-            assert lost.out_of_memory
-            back = next(i for i in range(idx + 1, len(rounds)) if lost.sequence_id in asked[i])
-            feed = asked[back][lost.sequence_id]
-            assert (feed.keep, feed.epoch) == (0, lost.epoch + 1)
-            others_at_work = asked[back].keys() & asked[back - 1].keys() - {lost.sequence_id}
-            if others_at_work:
-                assert len(feed.token_ids) + lane.RESUME_ROOM_TOKENS <= rounds[back - 1][1].kv_free_tokens
-                num_returns += 1
-    assert num_returns > 0
+    away: dict[SequenceId, int] = {}
+    num_returning: list[int] = []
+    free, at_work = 0, set()
+    for request, reply in target.handle.rounds:
+        feeds = {item.feed.sequence_id: item.feed for item in request.items}
+        back = feeds.keys() & away.keys()
+        assert all((feeds[name].keep, feeds[name].epoch) == (0, away[name] + 1) for name in back)
+        if at_work & feeds.keys():
+            assert (
+                sum(len(feeds[name].token_ids) + lane.RESUME_ROOM_TOKENS for name in back) <= free or not back
+            )
+            num_returning.append(len(back))
+        assert all(lost.out_of_memory for lost in reply.lost)
+        away = {name: epoch for name, epoch in away.items() if name not in back}
+        away |= {lost.sequence_id: lost.epoch for lost in reply.lost}
+        free, at_work = reply.kv_free_tokens, feeds.keys() - away.keys()
+    assert max(num_returning) > 1
 
 
 async def test_the_oldest_sequence_never_gives_way(let_all_in):

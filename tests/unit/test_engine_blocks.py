@@ -379,6 +379,53 @@ def test_rejected_draft_that_filled_whole_blocks_is_seen_only_by_those_who_say_t
     assert blocks.adopts(ONE + TWO + THREE) == 3 * SIZE
 
 
+# Tokens that are not known yet ----------------------------------------------------------------------------
+
+
+def test_unseen_tokens_count_as_cached_and_are_shared_by_nobody_until_they_are_told(blocks):
+    blocks.feed(A, ONE)
+    blocks.reserve(A, SIZE)
+    for length in range(SIZE + 1, 2 * SIZE + 1):
+        blocks.append_unseen(A, 1)
+        blocks.check_invariants()
+        assert blocks.length(A) == length
+        assert blocks.adopts(ONE + TWO) == SIZE
+    blocks.settle(A, TWO)
+    blocks.check_invariants()
+    assert blocks.length(A) == 2 * SIZE
+    assert blocks.adopts(ONE + TWO) == 2 * SIZE
+
+
+@pytest.mark.parametrize("num_kept", range(SIZE))
+def test_unseen_tokens_that_are_not_told_are_not_kept(blocks, num_kept):
+    blocks.feed(A, [*ONE, 20])
+    blocks.reserve(A, SIZE)
+    blocks.append_unseen(A, SIZE)
+    blocks.settle(A, THREE[:num_kept])
+    blocks.check_invariants()
+    assert blocks.length(A) == SIZE + 1 + num_kept
+    assert blocks.adopts([*ONE, 20, *THREE]) == (2 * SIZE if num_kept >= SIZE - 1 else SIZE)
+
+
+def test_rollback_drops_unseen_tokens_and_cannot_keep_them(blocks):
+    blocks.feed(A, ONE)
+    blocks.reserve(A, SIZE)
+    blocks.append_unseen(A, SIZE)
+    with pytest.raises(StaleCache, match="sequence a: keep 5, but 4 positions are cached"):
+        blocks.truncate(A, SIZE + 1)
+    blocks.truncate(A, SIZE)
+    blocks.check_invariants()
+    assert (blocks.length(A), blocks.num_used) == (SIZE, 1)
+
+
+def test_nothing_is_adopted_behind_unseen_tokens(blocks):
+    blocks.feed(A, ONE + TWO + THREE)
+    blocks.feed(B, ONE)
+    blocks.reserve(B, SIZE)
+    blocks.append_unseen(B, SIZE)
+    assert blocks.adopt(B, THREE) == 0
+
+
 # Laws -----------------------------------------------------------------------------------------------------
 
 

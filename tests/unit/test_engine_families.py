@@ -1,4 +1,4 @@
-"""Model families against transformers' own layers, by every path: whole, in pieces, over rollbacks, in company."""
+"""Model families by every path against transformers' own layers: whole, in pieces, rolled back, in company."""
 
 from collections.abc import Mapping
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""The compiled CPU loops against torch and against plain float64: tight in float32, one rounding in bfloat16."""
+"""The compiled CPU loops against torch and plain float64: tight in float32, one rounding in bfloat16."""
 
 import numba
 import numpy as np
@@ -306,7 +306,7 @@ def test_block_is_copied_whole_and_alone(kind, dtype):
     key, value = normal(3 * BLOCK, 2, 8, dtype=dtype), normal(3 * BLOCK, 2, 12, dtype=dtype, seed=1)
     layer = kind(key, value, num_blocks, BLOCK)
     layer.write(key, value, batch)
-    first, second, third = batch.tables[0]
+    first, _, third = batch.tables[0]
     layer.copy_block(int(first), int(third))
     keys, values = layer.gather(batch, 0, 0)
     order = [*range(2 * BLOCK), *range(BLOCK)]
@@ -414,7 +414,7 @@ def test_sink_far_above_the_scores_takes_everything():
 
 
 def test_attention_sees_nothing_of_others_and_nothing_behind(dtype):
-    """Every slot that is not a query's own past holds infinities: one weight on them and the result shows it."""
+    """Every other slot holds infinities and NaN: the least weight on one of them would show."""
     batch, num_blocks = batch_of([1, 3], [20, 29])
     num_tokens, num_slots = 4, num_blocks * BLOCK
     x = normal(num_slots, 2, 8, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Shared prefixes on a real model: what is taken over from others gives the same logits as what is computed."""
+"""Shared prefixes on a real model: what is taken over from others is as good as what is computed."""
 
 import random
 
@@ -49,8 +49,7 @@ def make(request):
         runner = runner_of(
             request.param(), kv_capacity_tokens=num_blocks * BLOCK, shares_prefixes=shares_prefixes
         )
-        runner.fed = Recorder(runner._model)
-        runner._model = runner.fed
+        runner.model = runner.fed = Recorder(runner.model)
         for sequence in (A, B, C):
             runner.open(sequence)
         return runner
@@ -298,7 +297,7 @@ def test_reservation_survives_one_that_finds_no_room(make, expected):
 
 
 def test_long_walk_of_requests_with_common_beginnings_gives_the_right_logits(make, expected):
-    """Rounds of three requests at a time in a cache too small for what has been: prompts, drafts, rollbacks."""
+    """Rounds of three requests at a time, with rollbacks, in a cache too small for what has been."""
     rng = random.Random(0)
     runner = make(num_blocks=12)
     prompts = [PROMPT, PROMPT + tokens(BLOCK, seed=8), PROMPT[:BLOCK] + tokens(20, seed=9)]

@@ -30,7 +30,7 @@ class PaddedRunner(SimulatedRunner):
 async def test_padded_ids_are_never_emitted_and_change_no_text(mode: VerificationMode) -> None:
     law = ToyLaw.random(VOCAB_SIZE, seed=3, scale=1.5)
     draft_law = law.perturbed(seed=4, scale=0.5)
-    config = AppConfig(target=ModelConfig(model="t"), draft=ModelConfig(model="d"))
+    config = AppConfig(target=ModelConfig(model="t"), draft=DraftConfig(model="d"))
     texts = []
     for target, draft in (
         (SimulatedRunner(law), SimulatedRunner(draft_law)),
