@@ -1,4 +1,4 @@
-"""Model families by every path against transformers' own layers: whole, in pieces, rolled back, in company."""
+"""Model families by every path against transformers' own layers: whole, in pieces, rolled back, together."""
 
 from collections.abc import Mapping
 from copy import deepcopy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.config import AppConfig, ModelConfig
+from specdec.config import AppConfig, DraftConfig, ModelConfig
 from specdec.coordinator.local import run_local
 from specdec.engine.runner import ForwardItem
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
