@@ -177,4 +177,8 @@ def _tiles(segments: Int64Array) -> Int64Array:
         for idx, start, length, kv_length in segments.tolist()
         for done in range(0, length, TILE)
     ]
-    return np.array(tiles, np.int64)
+    # A tile's work grows with its position, and each thread gets a run of neighbours: the longest and the
+    # shortest left change places, so that any run has its share of both.
+    tiles.sort(key=lambda tile: tile[3])
+    folded = [tiles[-(i // 2) - 1 if i % 2 else i // 2] for i in range(len(tiles))]
+    return np.array(folded, np.int64)
