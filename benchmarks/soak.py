@@ -3,8 +3,8 @@
     python -m benchmarks.soak --requests 2000
 
 Short and long, greedy and sampled, speculative and plain, with prompts that begin alike; every fifth client
-leaves in the middle of its answer. In the end every block of both KV caches must be free and every law of their
-bookkeeping must hold; resident memory is noted along the way.
+leaves in the middle of its answer. In the end every block of both KV caches must be free and every law of
+their bookkeeping must hold; resident memory is noted along the way.
 """
 
 from __future__ import annotations
