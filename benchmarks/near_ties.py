@@ -3,7 +3,7 @@
     python -m benchmarks.near_ties --tokens 128
 
 Greedy, in one process. In exact arithmetic the texts are equal; in bfloat16 a batch of another shape may
-round otherwise, which decides where two logits are nearly the same. Behind the first difference two texts have
+round otherwise, which decides where two logits are nearly the same. Behind the first difference texts have
 nothing in common, so only that one counts: the rate is differences per token compared.
 """
 
