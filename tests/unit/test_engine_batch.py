@@ -68,4 +68,17 @@ def test_long_segments_are_cut_into_tiles_that_end_where_their_tokens_end(num_to
         Segment(start=1, num_tokens=num_tokens, kv_length=100, blocks=range(1, 26)),
     ]
     batch = StepBatch.of(range(1 + num_tokens), [], segments, SIZE, CPU)
-    assert batch.tiles.tolist() == [[0, 0, 1, 3], *expected]
+    assert sorted(batch.tiles.tolist()) == [[0, 0, 1, 3], *expected]
+
+
+def test_tiles_are_dealt_out_so_that_neighbours_have_short_and_long_ones():
+    """Threads get runs of neighbours, and a tile's work grows with the positions it sees."""
+    num_tiles = 8
+    segment = Segment(
+        start=0,
+        num_tokens=num_tiles * TILE,
+        kv_length=num_tiles * TILE,
+        blocks=range(num_tiles * TILE // SIZE),
+    )
+    batch = StepBatch.of(range(num_tiles * TILE), [], [segment], SIZE, CPU)
+    assert (batch.tiles[:, 3] // TILE).tolist() == [1, 8, 2, 7, 3, 6, 4, 5]
