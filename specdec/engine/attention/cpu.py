@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -25,12 +27,12 @@ def attend_into(
         traits.scale,
         traits.window or 0,
         traits.softcap or 0.0,
-        _sinks(traits, query.shape[1]),
+        _no_sinks(query.shape[1]) if traits.sinks is None else traits.sinks.detach().float().numpy(),
         as_array(out),
     )
 
 
-def _sinks(traits: AttentionTraits, num_heads: int) -> np.ndarray:
-    if traits.sinks is None:
-        return np.full(num_heads, -np.inf, np.float32)
-    return traits.sinks.detach().float().numpy()
+@functools.cache
+def _no_sinks(num_heads: int) -> np.ndarray:
+    """The kernel only reads it, so that all layers and steps share one."""
+    return np.full(num_heads, -np.inf, np.float32)
