@@ -7,7 +7,7 @@ position 0 is the first prompt token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,16 @@ class VerifyReply:
     lost: tuple[Lost, ...] = ()
     kv_free_tokens: int = 0
     """Room left in the KV cache after this call: whether a sequence that gave way may come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a process takes calls of `specdec.transport`."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+    """Whoever knows it may call; told over Ray alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

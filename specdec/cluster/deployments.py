@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,17 +19,9 @@ from specdec.cluster.handles import ServeDirectory
 from specdec.config import AppConfig, ModelConfig
 from specdec.coordinator.coordinator import Coordinator
 from specdec.errors import WorkerError
-from specdec.messages import (
-    CoordinatorStatus,
-    Heartbeat,
-    ProposeReply,
-    ProposeRequest,
-    RoundUpdate,
-    VerifyReply,
-    VerifyRequest,
-    WorkerStatus,
-)
-from specdec.types import GenerationRequest, SequenceId
+from specdec.messages import CoordinatorStatus, Endpoint, Heartbeat, WorkerStatus
+from specdec.transport import CallServer, Method, Unary
+from specdec.transport.methods import CANCEL, PROPOSE, RELEASE, SUBMIT, UPDATES, VERIFY
 
 if TYPE_CHECKING:
     # The engine imports torch, which only worker processes should pay for.
@@ -77,14 +68,30 @@ def _on_assigned_device(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"device": "cuda:0" if gpu_ids else "cpu"})
 
 
+class Door:
+    """A replica's own port, opened when it is first asked for: before that there is no event loop."""
+
+    def __init__(self, server: CallServer) -> None:
+        self._server = server
+        self._endpoint: asyncio.Task[Endpoint] | None = None
+
+    async def endpoint(self) -> Endpoint:
+        """Where it is: at the address by which Ray knows this machine."""
+        if self._endpoint is None:
+            start = self._server.start(ray.util.get_node_ip_address())
+            self._endpoint = asyncio.get_running_loop().create_task(start)
+        return await asyncio.shield(self._endpoint)
+
+
 class _WorkerReplica:
     """What draft and target replicas share."""
 
     _worker: DraftWorker | TargetWorker
     _hang_limit_s: float
+    _door: Door
 
-    async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        await self._worker.release(sequence_ids)
+    async def endpoint(self) -> Endpoint:
+        return await self._door.endpoint()
 
     async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
         return await self._worker.heartbeat(heartbeat)
@@ -126,9 +133,7 @@ class DraftWorkerReplica(_WorkerReplica):
             engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
         )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
-
-    async def propose(self, request: ProposeRequest) -> ProposeReply:
-        return await self._worker.propose(request)
+        self._door = Door(CallServer({PROPOSE: self._worker.propose, RELEASE: self._worker.release}))
 
 
 class TargetWorkerReplica(_WorkerReplica):
@@ -154,9 +159,7 @@ class TargetWorkerReplica(_WorkerReplica):
             engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
         )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
-
-    async def verify(self, request: VerifyRequest) -> VerifyReply:
-        return await self._worker.verify(request)
+        self._door = Door(CallServer({VERIFY: self._worker.verify, RELEASE: self._worker.release}))
 
 
 class CoordinatorReplica:
@@ -166,23 +169,17 @@ class CoordinatorReplica:
         self, config: AppConfig, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None
     ) -> None:
         coordinator_id, _ = set_up_process()
-        self._coordinator = Coordinator(config, ServeDirectory(target, draft), coordinator_id)
+        coordinator = self._coordinator = Coordinator(config, ServeDirectory(target, draft), coordinator_id)
+        unary: dict[Method[None], Unary] = {SUBMIT: coordinator.submit, CANCEL: coordinator.cancel}
+        self._door = Door(CallServer(unary, {UPDATES: coordinator.updates}))
 
     async def check_health(self) -> None:
         """Serve calls this once before the replica takes requests: the place to start what needs its loop."""
         if not self._coordinator.is_started:
             await self._coordinator.start()
 
+    async def endpoint(self) -> Endpoint:
+        return await self._door.endpoint()
+
     async def poll(self, gateway_id: str) -> CoordinatorStatus:
         return await self._coordinator.poll(gateway_id)
-
-    async def submit(self, gateway_id: str, request: GenerationRequest) -> None:
-        await self._coordinator.submit(gateway_id, request)
-
-    async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
-        await self._coordinator.cancel(sequence_ids)
-
-    async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
-        async with aclosing(self._coordinator.updates(gateway_id)) as updates:
-            async for update in updates:
-                yield update

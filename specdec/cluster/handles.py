@@ -1,12 +1,12 @@
-"""Workers and coordinators behind Serve handles: pinned calls, deadlines, errors of our own tree."""
+"""Workers and coordinators in Serve replicas: who runs is Serve's to say, calls go straight to them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
@@ -34,6 +34,8 @@ from specdec.messages import (
     VerifyRequest,
     WorkerStatus,
 )
+from specdec.transport import CallTimeout, Channel, ChannelLost, Method
+from specdec.transport.methods import CANCEL, PROPOSE, RELEASE, SUBMIT, UPDATES, VERIFY
 from specdec.types import GenerationRequest, SequenceId
 
 logger = logging.getLogger(__name__)
@@ -41,14 +43,7 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 2.0
 """Heartbeats and releases: answered without the model, so this is generous."""
 TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
-"""What a call that could not be made or answered raises; gRPC's own for all but a replica out of reach."""
-GONE_CHECK_S = 0.25
-GONE_GRACE_S = 0.5
-"""A replica that is shutting down may still answer a call it has; it is given this long."""
-
-
-class CallFailed(WorkerError):
-    """The replica lives, but a method raised something unforeseen."""
+"""What a call through Serve that could not be made or answered raises."""
 
 
 def by_value(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
@@ -64,72 +59,58 @@ def by_value(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
 
 
 class PinnedReplica:
-    """One replica of a deployment, reached through the deployment's handle."""
+    """One replica of a deployment: control calls through the deployment's handle, the rest on a channel."""
 
     def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
         self._handle = by_value(handle).options(session_id=replica_id)
         self.replica_id = replica_id
+        self._channel: Channel | None = None
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
 
-    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        """Call a method on the replica.
+    async def call(self, method: str, *args: object) -> Any:
+        """Call a control method on the replica: one that answers without doing any work.
 
         Raises:
-            WorkerError: it is gone or did not answer in time.
-            CallFailed: it lives, but the method raised something unforeseen.
-            SpecDecError: what the method raised on purpose.
+            WorkerError: it is gone, failed, or did not answer within `CONTROL_TIMEOUT_S`.
         """
-        if not self._is_listed():
+        if self.replica_id not in known_replicas(self._handle.app_name, self._handle.deployment_name):
             raise ReplicaGone(f"{self._name} does not run any more")
         task = asyncio.ensure_future(_answer(self._handle, method, *args))
         try:
-            await self._wait_for(task, method, timeout_s)
+            await asyncio.wait({task}, timeout=CONTROL_TIMEOUT_S)
+            if not task.done():
+                raise WorkerError(f"{self._name}: no answer to {method} in {CONTROL_TIMEOUT_S:g} s")
             if task.cancelled():
                 # A replica that is shut down answers with the cancellation of its method: it is not ours.
                 raise WorkerError(f"{self._name}: {method} was cancelled there")
             return task.result()
-        except SpecDecError:
+        except WorkerError:
             raise
-        except TRANSPORT_ERRORS as error:
-            # UNKNOWN: it lives, but what the method raised cannot be pickled.
-            is_answer = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNKNOWN
-            kind = CallFailed if is_answer else WorkerError
-            raise kind(f"{self._name}: {method} failed: {_last_line(error)}") from error
         except Exception as error:
             # By value, what a method raises arrives as it is; its traceback is in the replica's log.
-            raise CallFailed(f"{self._name}: {method} failed: {_last_line(error)}") from error
+            raise WorkerError(f"{self._name}: {method} failed: {_last_line(error)}") from error
         finally:
             task.cancel()
 
-    async def stream(self, method: str, *args: object) -> AsyncGenerator[Any, None]:
-        """Iterate over what a generator method yields; closing this cancels it on the replica."""
-        response = _detached_call(self._handle.options(stream=True), method, *args)
-        try:
-            async for item in response:
-                yield item
-        finally:
-            response.cancel()
+    async def channel(self) -> Channel:
+        """The connection to the replica's own port; it is asked once where that is.
 
-    async def _wait_for(self, task: asyncio.Future[Any], method: str, timeout_s: float) -> None:
-        """Until the answer, the deadline, or the news that the replica is gone.
-
-        Serve lets a call to the last replica of a deployment wait for the next one when it dies in between.
+        Raises:
+            WorkerError: the replica does not say.
         """
-        deadline_s = time.monotonic() + timeout_s
-        gone_at_s: float | None = None
-        while not task.done():
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                raise WorkerError(f"{self._name}: no answer to {method} in {timeout_s:g} s")
-            await asyncio.wait({task}, timeout=min(remaining_s, GONE_CHECK_S))
-            if self._is_listed():
-                gone_at_s = None
-                continue
-            gone_at_s = gone_at_s or time.monotonic()
-            if time.monotonic() - gone_at_s > GONE_GRACE_S:
-                raise ReplicaGone(f"{self._name} does not run any more")
+        async with self._connecting:
+            if self._channel is None:
+                self._channel = Channel(await self.call("endpoint"), self._name)
+                if self._is_closed:
+                    self._channel.close()
+            return self._channel
 
-    def _is_listed(self) -> bool:
-        return self.replica_id in known_replicas(self._handle.app_name, self._handle.deployment_name)
+    def close(self) -> None:
+        """It does not run any more, or not for long: nobody waits for its answers."""
+        self._is_closed = True
+        if self._channel is not None:
+            self._channel.close()
 
     @property
     def _name(self) -> str:
@@ -162,8 +143,8 @@ def _last_line(error: BaseException) -> str:
 
 
 class _ServeWorkerHandle:
-    def __init__(self, replica: PinnedReplica, status: WorkerStatus) -> None:
-        self._replica = replica
+    def __init__(self, channel: Channel, status: WorkerStatus) -> None:
+        self._channel = channel
         self._status = status
 
     @property
@@ -173,8 +154,8 @@ class _ServeWorkerHandle:
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Ask once; a release that is lost is made good by the next heartbeats."""
         try:
-            await self._replica.call("release", sequence_ids, timeout_s=CONTROL_TIMEOUT_S)
-        except WorkerError as error:
+            await self._channel.call(RELEASE, sequence_ids, timeout_s=CONTROL_TIMEOUT_S)
+        except SpecDecError as error:
             logger.info("release not confirmed: %s", error)
 
 
@@ -183,7 +164,7 @@ class ServeDraftHandle(_ServeWorkerHandle):
 
     async def propose(self, request: ProposeRequest, timeout_s: float) -> ProposeReply:
         try:
-            return cast("ProposeReply", await self._replica.call("propose", request, timeout_s=timeout_s))
+            return await self._channel.call(PROPOSE, request, timeout_s=timeout_s)
         except SpecDecError as error:
             raise DraftUnavailable(error.message) from error
 
@@ -193,10 +174,8 @@ class ServeTargetHandle(_ServeWorkerHandle):
 
     async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
         try:
-            return cast("VerifyReply", await self._replica.call("verify", request, timeout_s=timeout_s))
-        except CallFailed as error:
-            raise TargetFailed(error.message) from error
-        except WorkerError as error:
+            return await self._channel.call(VERIFY, request, timeout_s=timeout_s)
+        except (ChannelLost, CallTimeout) as error:
             raise TargetUnavailable(error.message) from error
         except SpecDecError as error:
             raise TargetFailed(error.message) from error
@@ -210,23 +189,23 @@ class ReplicaSet:
         self._replicas: dict[str, PinnedReplica] = {}
 
     def current(self) -> tuple[PinnedReplica, ...]:
-        """Running replicas; one object per replica life."""
+        """Running replicas; one object per replica life. Those that left the list are closed."""
         ids = known_replicas(self._handle.app_name, self._handle.deployment_name)
+        for replica_id in self._replicas.keys() - set(ids):
+            self._replicas[replica_id].close()
         self._replicas = {
             replica_id: self._replicas.get(replica_id) or PinnedReplica(self._handle, replica_id)
             for replica_id in ids
         }
         return tuple(self._replicas.values())
 
-    async def ask_all(self, method: str, *args: object) -> list[tuple[PinnedReplica, Any]]:
+    async def ask_all(self, method: str, *args: object) -> list[tuple[Channel, Any]]:
         """Call every replica at once; those that do not answer in time are left out."""
         replicas = await self.discover(method, *args)
         answers = await asyncio.gather(
-            *(replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S) for replica in replicas),
-            return_exceptions=True,
+            *(_ask(replica, method, *args) for replica in replicas), return_exceptions=True
         )
-        pairs = zip(replicas, answers, strict=True)
-        return [(replica, answer) for replica, answer in pairs if not isinstance(answer, BaseException)]
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def discover(self, method: str, *args: object) -> tuple[PinnedReplica, ...]:
         """Running replicas; while none is known, ``method`` is called on any.
@@ -241,6 +220,11 @@ class ReplicaSet:
         return self.current()
 
 
+async def _ask(replica: PinnedReplica, method: str, *args: object) -> tuple[Channel, Any]:
+    answer = await replica.call(method, *args)
+    return await replica.channel(), answer
+
+
 class ServeDirectory:
     """See `specdec.coordinator.handles.WorkerDirectory`."""
 
@@ -253,11 +237,11 @@ class ServeDirectory:
             self._targets.ask_all("heartbeat", heartbeat), self._poll_drafts(heartbeat)
         )
         return Fleet(
-            targets=tuple(ServeTargetHandle(replica, status) for replica, status in targets),
-            drafts=tuple(ServeDraftHandle(replica, status) for replica, status in drafts),
+            targets=tuple(ServeTargetHandle(channel, status) for channel, status in targets),
+            drafts=tuple(ServeDraftHandle(channel, status) for channel, status in drafts),
         )
 
-    async def _poll_drafts(self, heartbeat: Heartbeat) -> list[tuple[PinnedReplica, WorkerStatus]]:
+    async def _poll_drafts(self, heartbeat: Heartbeat) -> list[tuple[Channel, WorkerStatus]]:
         return await self._drafts.ask_all("heartbeat", heartbeat) if self._drafts else []
 
 
@@ -273,19 +257,23 @@ class ServeCoordinatorPort:
         Raises:
             CoordinatorLost: the coordinator did not answer.
         """
-        await self._call("submit", gateway_id, request)
+        await self._call(SUBMIT, gateway_id, request)
 
     async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
-        await self._call("cancel", sequence_ids)
+        await self._call(CANCEL, sequence_ids)
 
     async def poll(self, gateway_id: str) -> CoordinatorStatus:
-        return cast("CoordinatorStatus", await self._call("poll", gateway_id))
+        return cast("CoordinatorStatus", await self._replica.call("poll", gateway_id))
 
-    def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
-        return self._replica.stream("updates", gateway_id)
+    async def updates(self, gateway_id: str) -> AsyncGenerator[RoundUpdate, None]:
+        channel = await self._replica.channel()
+        async with aclosing(channel.stream(UPDATES, gateway_id)) as updates:
+            async for update in updates:
+                yield update
 
-    async def _call(self, method: str, *args: object) -> object:
+    async def _call(self, method: Method[None], *args: object) -> None:
         try:
-            return await self._replica.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
+            channel = await self._replica.channel()
+            await channel.call(method, *args, timeout_s=CONTROL_TIMEOUT_S)
         except WorkerError as error:
             raise CoordinatorLost(f"the coordinator is not available: {error}") from error

@@ -1,4 +1,4 @@
-"""Checks of pinned calls between real replicas, run as a program of their own: ``python -m`` this module.
+"""Checks of calls between real replicas, run by `main` in a process of their own.
 
 Ray reads how to authenticate when it is imported, and Serve its settings: a test process has done both.
 """
@@ -12,29 +12,34 @@ import time
 import pytest
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 
-from specdec.cluster.handles import CallFailed, PinnedReplica, ReplicaSet
+from specdec.cluster.handles import CONTROL_TIMEOUT_S, PinnedReplica, ReplicaSet
 from specdec.cluster.registry import ReplicaGone
 from specdec.cluster.router import ROUTER_PATH
-from specdec.errors import TooManyRequests, WorkerError
+from specdec.errors import WorkerError
+from specdec.transport import CallServer, ChannelLost, Method
 
+ECHO = Method("echo", tuple[int], int)
+SLEEP = Method("sleep", tuple[float], type(None))
+DIE = Method("die", tuple[()], type(None))
+COUNT = Method("count", tuple[()], int)
 OPTIONS = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 100}
 
 
 class Callee:
     def __init__(self) -> None:
         self.cancelled: list[str] = []
+        self._server = CallServer({ECHO: self.echo, SLEEP: self.sleep, DIE: self.die}, {COUNT: self.count})
+
+    async def endpoint(self):
+        return await self._server.start(ray.util.get_node_ip_address())
 
     async def echo(self, value):
         return value
 
     async def what_was_cancelled(self):
         return self.cancelled
-
-    async def refuse(self):
-        raise TooManyRequests("full", "n")
 
     async def fail(self):
         raise RuntimeError("CUDA error")
@@ -66,10 +71,6 @@ class Callee:
     async def die(self):
         os._exit(1)
 
-    async def die_in_a_stream(self):
-        yield 1
-        os._exit(1)
-
 
 class Caller:
     """Runs each check inside a replica, as our callers do; a failed assertion comes back as it is."""
@@ -82,7 +83,7 @@ class Caller:
             while True:
                 for replica in await self._replicas.discover("echo", 0):
                     try:
-                        await replica.call("echo", 0, timeout_s=1)
+                        await replica.call("echo", 0)
                     except WorkerError:
                         continue
                     return replica
@@ -90,63 +91,62 @@ class Caller:
 
     async def check_values(self):
         replica = await self.replica()
-        calls = (replica.call("echo", number, timeout_s=10) for number in range(50))
+        calls = (replica.call("echo", number) for number in range(50))
         assert await asyncio.gather(*calls) == list(range(50))
+        channel = await replica.channel()
+        assert await channel.call(ECHO, 7, timeout_s=10) == 7
+        assert await replica.channel() is channel
 
     async def check_errors(self):
         replica = await self.replica()
-        with pytest.raises(TooManyRequests) as caught:
-            await replica.call("refuse", timeout_s=10)
-        assert (caught.value.message, caught.value.param) == ("full", "n")
-        with pytest.raises(CallFailed, match="RuntimeError: CUDA error"):
-            await replica.call("fail", timeout_s=10)
-        with pytest.raises(CallFailed):
-            await replica.call("fail_oddly", timeout_s=10)
+        with pytest.raises(WorkerError, match="RuntimeError: CUDA error"):
+            await replica.call("fail")
+        with pytest.raises(WorkerError, match="fail_oddly failed"):
+            await replica.call("fail_oddly")
         with pytest.raises(WorkerError, match="cancelled there"):
-            await replica.call("be_cancelled", timeout_s=10)
+            await replica.call("be_cancelled")
 
     async def check_deadline(self):
         replica = await self.replica()
         started_s = time.monotonic()
         with pytest.raises(WorkerError, match="no answer"):
-            await replica.call("sleep", 60, timeout_s=0.3)
-        assert time.monotonic() - started_s < 5
+            await replica.call("sleep", 60)
+        assert time.monotonic() - started_s < CONTROL_TIMEOUT_S + 5
         await self._until_cancelled(replica, "sleep")
 
     async def check_stream(self):
         replica = await self.replica()
-        stream = replica.stream("count")
+        stream = (await replica.channel()).stream(COUNT)
         assert [await anext(stream) for _ in range(5)] == [0, 1, 2, 3, 4]
         await stream.aclose()
         await self._until_cancelled(replica, "count")
 
     async def check_death(self):
         replica = await self.replica()
-        sleeping = asyncio.ensure_future(replica.call("sleep", 60, timeout_s=60))
-        await asyncio.sleep(0.2)
+        channel = await replica.channel()
+        sleeping = asyncio.ensure_future(channel.call(SLEEP, 60.0, timeout_s=60))
+        stream = channel.stream(COUNT)
+        await anext(stream)
         started_s = time.monotonic()
-        with pytest.raises(WorkerError):
-            await replica.call("die", timeout_s=60)
-        with pytest.raises(WorkerError):
+        with pytest.raises(ChannelLost):
+            await channel.call(DIE, timeout_s=60)
+        with pytest.raises(ChannelLost):
             await sleeping
+        with pytest.raises(ChannelLost):
+            await _exhaust(stream)
         assert time.monotonic() - started_s < 10
         with pytest.raises(WorkerError):
-            await replica.call("echo", 1, timeout_s=60)
+            await replica.call("echo", 1)
         await asyncio.sleep(1.5)
         with pytest.raises(ReplicaGone):
-            await replica.call("echo", 1, timeout_s=60)
+            await replica.call("echo", 1)
         assert (await self.replica()).replica_id != replica.replica_id
-
-    async def check_death_in_a_stream(self):
-        replica = await self.replica()
-        stream = replica.stream("die_in_a_stream")
-        with pytest.raises(RayError):
-            # What it yielded right before may be lost with it.
-            await _exhaust(stream)
+        with pytest.raises(ChannelLost, match="does not run any more"):
+            await channel.call(ECHO, 1, timeout_s=5)
 
     async def _until_cancelled(self, replica: PinnedReplica, name: str) -> None:
         async with asyncio.timeout(10):
-            while name not in await replica.call("what_was_cancelled", timeout_s=10):  # noqa: ASYNC110
+            while name not in await replica.call("what_was_cancelled"):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
 
@@ -173,7 +173,3 @@ async def _run(handle) -> None:
             print(f"{name} failed: {error}", flush=True)
         else:
             print(f"{name} passed", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Pinned calls between real replicas: what comes back when a method raises, is late, or its replica dies."""
+"""Calls between real replicas: what comes back when a method raises, is late, or its replica dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKS = [name for name in vars(Caller) if name.startswith("check_")]
 def test_pinned_calls(tmp_path: Path, settings: dict[str, str]) -> None:
     """With one event loop per replica, as `specdec serve` starts Serve, and with three."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.pinned_calls"],
+        [sys.executable, "-c", "from tests.e2e.pinned_calls import main; main()"],
         capture_output=True,
         text=True,
         timeout=240,
