@@ -39,8 +39,10 @@ console = Console(stderr=True, highlight=False)
 Target = Annotated[str | None, typer.Option(help="Target model: embedded name, folder or Hugging Face id.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model, or 'none' for plain decoding.")]
 Gamma = Annotated[
-    int | None,
-    typer.Option("--num-speculative-tokens", help="Tokens to draft per round; 0 is plain decoding."),
+    str | None,
+    typer.Option(
+        "--num-speculative-tokens", help="Tokens to draft per round, or 'auto'; 0 is plain decoding."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32, for both models.")]
 
@@ -136,7 +138,7 @@ class _Signals:
 def _overrides(
     target: str | None,
     draft: str | None,
-    num_speculative_tokens: int | None,
+    num_speculative_tokens: str | None,
     host: str | None,
     http_port: int | None,
     grpc_port: int | None,
@@ -189,7 +191,8 @@ def _pull_if_embedded(name: str) -> None:
 def _describe(config: AppConfig) -> str:
     if config.draft is None:
         return f"target {config.target.model}"
-    return f"target {config.target.model}, draft {config.draft.model}, γ = {config.num_speculative_tokens}"
+    gamma = config.speculation.num_speculative_tokens
+    return f"target {config.target.model}, draft {config.draft.model}, γ = {gamma}"
 
 
 def _warn_if_exposed(*hosts: str) -> None:
@@ -205,7 +208,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     target: Target = None,
     draft: Draft = None,
-    num_speculative_tokens: Annotated[int, typer.Option()] = 2,
+    num_speculative_tokens: Annotated[str, typer.Option(help="Or 'auto'.")] = "2",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0)] = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specdec.errors import ConfigError
 
@@ -55,10 +55,23 @@ class DraftConfig(ModelConfig):
 
 
 class SpeculationConfig(_Section):
-    num_speculative_tokens: int = Field(default=2, ge=0, le=MAX_SPECULATIVE_TOKENS)
-    """Gamma of the fixed policy; 0 is plain decoding. A request may lower it, not raise it."""
+    num_speculative_tokens: int | Literal["auto"] = "auto"
+    """Gamma: ``auto`` chooses it per sequence and round, from measured times and acceptance, 0 (plain
+    decoding) where speculation does not pay; a number is drafted always. A request may lower it, not raise
+    it."""
+    max_speculative_tokens: int = Field(default=8, ge=1, le=MAX_SPECULATIVE_TOKENS)
+    """Most that ``auto`` drafts."""
     draft_support: int = Field(default=64, ge=1, le=256)
     """K: tokens kept in the draft's truncated law in rejection mode."""
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        if value == "auto":
+            return value
+        if not str(value).isdecimal() or int(str(value)) > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(f"must be 'auto' or an integer in [0, {MAX_SPECULATIVE_TOKENS}]")
+        return int(str(value))
 
 
 class CoordinatorConfig(_Section):
@@ -67,7 +80,8 @@ class CoordinatorConfig(_Section):
     max_waiting: int = Field(default=256, ge=0)
     """Requests that may wait; beyond it they get 429."""
     prefill_chunk_tokens: int = Field(default=512, gt=0)
-    """Prompt tokens a round may feed to one worker, so that running streams are not stalled."""
+    """Prompt tokens a round may feed to one worker, so that running streams are not stalled; without any,
+    four times as many."""
     draft_timeout_s: float = Field(default=5.0, gt=0)
     """A draft worker that takes longer is dropped: target-only rounds until it answers again."""
     target_timeout_s: float = Field(default=60.0, gt=0)
@@ -125,9 +139,16 @@ class AppConfig(_Section):
         return self.served_model_name or self.target.model
 
     @property
-    def num_speculative_tokens(self) -> int:
-        """Gamma in force: 0 without a draft model."""
-        return self.speculation.num_speculative_tokens if self.draft else 0
+    def adapts_gamma(self) -> bool:
+        return self.draft is not None and self.speculation.num_speculative_tokens == "auto"
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """Gamma in force, the largest of them where it adapts; 0 without a draft model."""
+        if self.draft is None:
+            return 0
+        gamma = self.speculation.num_speculative_tokens
+        return self.speculation.max_speculative_tokens if gamma == "auto" else gamma
 
 
 def parse_config(values: object) -> AppConfig:

@@ -16,7 +16,8 @@ from specdec.coordinator.lane import Lane, failed_chunk
 from specdec.coordinator.quarantine import Quarantine
 from specdec.errors import ContextLengthExceeded, TooManyRequests
 from specdec.messages import CoordinatorStatus, Heartbeat, RoundUpdate
-from specdec.speculation.policy import FixedGamma
+from specdec.speculation.cost_model import RoundCosts
+from specdec.speculation.policy import AdaptiveGamma, FixedGamma, GammaPolicy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import GenerationRequest, SequenceId, TokenChunk, WorkerId
 
@@ -72,7 +73,6 @@ class Coordinator:
         self._directory = directory
         self._id = coordinator_id
         self._clock = clock
-        self._policy = FixedGamma(config.num_speculative_tokens)
         self._lanes: dict[WorkerId, Lane] = {}
         self._drafts: dict[WorkerId, DraftHandle] = {}
         self._missed: dict[WorkerId, int] = {}
@@ -147,7 +147,7 @@ class Coordinator:
             num_waiting=len(self._waiting),
             model=self._config.model_name,
             max_context=self._max_context(),
-            num_speculative_tokens=self._config.num_speculative_tokens,
+            num_speculative_tokens=self._config.max_speculative_tokens,
             targets=targets,
             drafts=tuple(draft.status for draft in self._drafts.values()),
             num_spec_steps=self._totals.num_spec_steps,
@@ -278,7 +278,7 @@ class Coordinator:
             target,
             owner=self._id,
             config=self._config.coordinator,
-            policy=self._policy,
+            policy=_new_policy(self._config),
             on_chunks=self._on_chunks,
             on_draft_lost=self._quarantine.add,
             on_target_lost=self._on_target_lost,
@@ -346,6 +346,13 @@ class Coordinator:
         if orphans:
             logger.warning("%s is silent: %d sequences dropped", gateway_id, len(orphans))
         self._forget(orphans)
+
+
+def _new_policy(config: AppConfig) -> GammaPolicy:
+    """One per lane: each target worker has times of its own."""
+    if config.adapts_gamma:
+        return AdaptiveGamma(config.max_speculative_tokens, RoundCosts())
+    return FixedGamma(config.max_speculative_tokens)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,8 @@ from specdec.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from specdec.speculation.policy import GammaPolicy
+from specdec.speculation.acceptance import SmoothedAcceptance
+from specdec.speculation.policy import Candidate, GammaPolicy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import SequenceId, TokenChunk, WorkerId
 
@@ -38,6 +39,11 @@ RESERVED_OUTPUT_TOKENS = 512
 """KV room kept for what a new sequence may still say; one that says more may have to wait in mid-stream."""
 MEMORY_RETRY_S = 0.2
 """Pause of a sequence that gave way when the target's KV cache was full, before it looks for room again."""
+IDLE_CHUNKS = 4
+"""Prefill chunks that are fed at once while no stream would be stalled by them: fewer, larger calls."""
+CATCH_UP_TOKENS = 2
+"""What a draft lacks after a round of its own: more, and a propose call says nothing of how long drafting
+takes."""
 RESUME_ROOM_TOKENS = 64
 """Room it must find beyond its log, so that it does not give way again at once."""
 
@@ -49,7 +55,7 @@ class Lane:
         target: the worker that verifies; the lane lives as long as it does.
         owner: id of the coordinator, stamped on every call.
         config: chunk sizes and deadlines.
-        policy: chooses gamma.
+        policy: chooses gamma; of this lane alone, since it learns how long calls take.
         on_chunks: takes what each round committed.
         on_draft_lost: told the id of a draft worker that died or missed its deadline.
         on_target_lost: takes the lane and the sequences it can no longer serve.
@@ -76,6 +82,7 @@ class Lane:
         self._on_draft_lost = on_draft_lost
         self._on_target_lost = on_target_lost
         self._clock = clock
+        self._acceptance = SmoothedAcceptance()
         self._drafts: dict[WorkerId, DraftHandle] = {}
         self._running: dict[SequenceId, SequenceState] = {}
         self._joining: list[SequenceState] = []
@@ -103,6 +110,7 @@ class Lane:
         return len(sequences) <= self._config.max_num_seqs and fits
 
     def add(self, state: SequenceState) -> None:
+        state.acceptance = SmoothedAcceptance(self._acceptance)
         self._joining.append(state)
         self._wake.set()
 
@@ -175,7 +183,11 @@ class Lane:
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))
+        started_s = self._clock()
         reply = await self.target.verify(request, self._config.target_timeout_s)
+        if all(len(item.feed.token_ids) == item.num_rows for item in items):
+            num_tokens = sum(item.num_rows for item in items)
+            self._policy.on_verified(num_tokens, self._clock() - started_s)
         self._kv_free_tokens = reply.kv_free_tokens
         return reply
 
@@ -229,11 +241,13 @@ class Lane:
     def _propose_items(
         self, states: Sequence[SequenceState]
     ) -> dict[WorkerId, dict[SequenceId, ProposeItem]]:
-        policy_gamma = self._policy.num_speculative_tokens(len(states))
+        # The prompt goes to the target first: the draft catches up once there is something to draft for.
+        states = [state for state in states if state.num_prefill_tokens == 0] if self._drafts else []
+        gammas = self._policy.choose([_candidate(state) for state in states])
         budget = Counter(dict.fromkeys(self._drafts, self._config.prefill_chunk_tokens))
         load = Counter(state.draft_id for state in self._running.values())
         calls: dict[WorkerId, dict[SequenceId, ProposeItem]] = {}
-        for state in states if self._drafts else ():
+        for state, policy_gamma in zip(states, gammas, strict=True):
             if state.draft_id is None:
                 state.draft_id = min(self._drafts, key=lambda worker_id: load[worker_id])
                 load[state.draft_id] += 1
@@ -242,8 +256,7 @@ class Lane:
             if not state.draft.is_usable and free >= len(state.log) + RESUME_ROOM_TOKENS:
                 state.draft.is_usable = True
             gamma = state.gamma(policy_gamma, status.max_context)
-            # The prompt goes to the target first: the draft catches up once there is something to draft for.
-            if gamma == 0 or state.num_prefill_tokens > 0 or budget[state.draft_id] <= 0:
+            if gamma == 0 or budget[state.draft_id] <= 0:
                 continue
             item = state.propose_item(gamma, budget[state.draft_id])
             calls.setdefault(state.draft_id, {})[state.sequence_id] = item
@@ -255,7 +268,12 @@ class Lane:
     ) -> ProposeReply | None:
         try:
             request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
-            return await draft.propose(request, self._config.draft_timeout_s)
+            started_s = self._clock()
+            reply = await draft.propose(request, self._config.draft_timeout_s)
+            if all(len(item.feed.token_ids) <= CATCH_UP_TOKENS for item in items.values()):
+                gamma = max(item.num_draft_tokens for item in items.values())
+                self._policy.on_proposed(len(items), gamma, self._clock() - started_s)
+            return reply
         except DraftUnavailable as error:
             logger.warning("draft %s lost: %s", draft.status.worker_id, error)
             self._drop_draft(draft)
@@ -291,7 +309,8 @@ class Lane:
     def _verify_items(
         self, states: Sequence[SequenceState], drafts: dict[SequenceId, Draft]
     ) -> dict[SequenceId, VerifyItem]:
-        budget = self._config.prefill_chunk_tokens
+        is_decoding = any(state.num_prefill_tokens == 0 for state in states)
+        budget = self._config.prefill_chunk_tokens * (1 if is_decoding else IDLE_CHUNKS)
         items: dict[SequenceId, VerifyItem] = {}
         for state in states:
             sequence_id = state.sequence_id
@@ -354,6 +373,14 @@ class Lane:
         task = asyncio.get_running_loop().create_task(handle.release(tuple(sequence_ids)))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _candidate(state: SequenceState) -> Candidate:
+    return Candidate(
+        acceptance_rate=state.acceptance.rate,
+        num_missing=len(state.log) - state.draft.length,
+        max_gamma=state.max_gamma,
+    )
 
 
 def _expected_tokens(state: SequenceState) -> int:

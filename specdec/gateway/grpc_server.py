@@ -127,7 +127,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 model=self._service.model_name,
                 max_context=info.max_context,
                 vocab_size=info.vocab_size,
-                num_speculative_tokens=config.num_speculative_tokens,
+                num_speculative_tokens=config.max_speculative_tokens,
                 draft_model=config.draft.model if config.draft else None,
             )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, VerifyItem
 from specdec.sampling.noise import Purpose, uniform
-from specdec.speculation.acceptance import count_accepted
+from specdec.speculation.acceptance import SmoothedAcceptance, count_accepted
 from specdec.speculation.log import CommittedLog, cut_block
 from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode, WorkerId
 
@@ -46,6 +46,8 @@ class SequenceState:
         self.draft = CacheView()
         self.draft_id: WorkerId | None = None
         """The draft worker that holds this sequence, or will."""
+        self.acceptance = SmoothedAcceptance()
+        """Replaced by the lane's, which shares what is known of its other sequences."""
         self.finish_reason: FinishReason | None = None
         self._stop = request.stop
         self._opening = Opening(
@@ -86,20 +88,21 @@ class SequenceState:
 
     # Proposing ------------------------------------------------------------------------------------------
 
+    @property
+    def max_gamma(self) -> int:
+        """Within the cap of the request and the tokens still to come, of which one is the target's own."""
+        cap = self.request.max_draft_tokens
+        room = self.max_total_tokens - len(self.log) - 1
+        return (room if cap is None else min(cap, room)) if self.draft.is_usable else 0
+
     def gamma(self, policy_gamma: int, draft_context: int) -> int:
         """Tokens to draft this round: the policy's choice within every limit.
 
-        The cap of the request, the tokens still to come (one is always the target's own), and both context
-        windows: a prompt longer than the draft's context means 0, not an error.
+        A prompt longer than the draft's context means 0, not an error.
         """
         num_tokens = len(self.log)
-        limits = [
-            policy_gamma,
-            policy_gamma if self.request.max_draft_tokens is None else self.request.max_draft_tokens,
-            self.max_total_tokens - num_tokens - 1,
-            draft_context - num_tokens + 1 if num_tokens <= draft_context else 0,
-        ]
-        return max(0, min(limits)) if self.draft.is_usable else 0
+        room = draft_context - num_tokens + 1 if num_tokens <= draft_context else 0
+        return max(0, min(policy_gamma, self.max_gamma, room))
 
     def propose_item(self, gamma: int, chunk_tokens: int) -> ProposeItem:
         """What to ask of the draft: catch up by at most ``chunk_tokens``, and draft once caught up."""
@@ -153,6 +156,8 @@ class SequenceState:
         block = (*draft_ids[:num_accepted], verdict.token_ids[num_accepted])
         committed, self.finish_reason = cut_block(block, self._stop, self.log.num_output_tokens)
         self.log.commit(committed)
+        if draft_ids:
+            self.acceptance.record(len(draft_ids), num_accepted)
         self.target.num_losses = 0
         self.target.length = num_tokens + num_accepted
         if draft is not None and draft_ids and draft.epoch == self.draft.epoch:

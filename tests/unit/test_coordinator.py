@@ -334,19 +334,34 @@ async def test_a_batch_is_one_call_per_round_and_worker():
 
 
 async def test_a_long_prompt_is_prefilled_in_chunks_beside_a_running_stream(undisturbed):
+    calls: list[tuple[int, int]] = []
+
+    def latency(sequences: int, tokens: int) -> float:
+        calls.append((sequences, tokens))
+        return 0.0
+
+    async with running([Target(latency=latency)], [Draft()], prefill_chunk_tokens=32) as system:
+        stream = asyncio.create_task(system.text(ask()))
+        await eventually(lambda: len(calls) > 2)
+        long = await system.text(ask("long", prompt=1000, max_tokens=5))
+        assert await stream == undisturbed
+        assert len(long) == 5
+        shared = [tokens for sequences, tokens in calls if sequences == 2]
+        assert len(shared) > 5
+        assert max(shared) <= 32 + 5
+        await system.is_idle()
+
+
+async def test_a_long_prompt_that_stalls_nobody_is_prefilled_in_fewer_chunks():
     tokens_per_call: list[int] = []
 
     def latency(sequences: int, tokens: int) -> float:
         tokens_per_call.append(tokens)
         return 0.0
 
-    async with running([Target(latency=latency)], [Draft()], prefill_chunk_tokens=32) as system:
-        stream = asyncio.create_task(system.text(ask()))
-        long = await system.text(ask("long", prompt=1000, max_tokens=5))
-        assert await stream == undisturbed
-        assert len(long) == 5
-        assert max(tokens_per_call) <= 32 + 5 + 5
-        await system.is_idle()
+    async with running([Target(latency=latency)], [], prefill_chunk_tokens=32) as system:
+        await system.text(ask("long", prompt=300, max_tokens=2))
+    assert tokens_per_call == [128, 128, 44, 1]
 
 
 async def test_a_prompt_beyond_the_drafts_context_is_decoded_plainly():

@@ -18,6 +18,7 @@ from specdec.engine.verifying import TargetEngine
 from specdec.engine.worker import DraftWorker, TargetWorker
 from specdec.errors import KVCacheFull
 from specdec.messages import Heartbeat
+from specdec.transport.codec import Decoder, encode
 from tests.tiny_models import (
     OWNER,
     REJECTION,
@@ -303,6 +304,7 @@ MESSAGES = [
     messages.VerifyReply(verdicts=(messages.Verdict(sequence_id=A, epoch=2, token_ids=(4,)),), lost=(_LOST,)),
     Heartbeat(owner="c", live=frozenset({A, B})),
     _STATUS,
+    messages.Endpoint(host="127.0.0.1", port=1, token="secret"),
     messages.RoundUpdate(chunks=(_CHUNK,)),
     messages.CoordinatorStatus(
         coordinator_id="c",
@@ -334,9 +336,9 @@ def plain(value):
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_messages_survive_pickling(message, protocol):
-    assert plain(pickle.loads(pickle.dumps(message, protocol))) == plain(message)
+def test_messages_survive_transport_and_pickling(message):
+    assert plain(Decoder(type(message))(encode(message))) == plain(message)
+    assert plain(pickle.loads(pickle.dumps(message))) == plain(message)
 
 
 def test_every_message_is_tested():

@@ -184,7 +184,7 @@ async def test_model_info():
             model=MODEL_NAME,
             max_context=256,
             vocab_size=VOCAB_SIZE,
-            num_speculative_tokens=2,
+            num_speculative_tokens=8,
             draft_model="org/toy-draft",
         )
 

@@ -1,0 +1,136 @@
+"""What propose and verify calls take, learnt from those that were made.
+
+Times are kept per size of call and smoothed; sizes that were not seen lately are read off their neighbours.
+Beyond the largest known size a call is taken to cost no more than that one, below the smallest to cost less
+in proportion: hopes that are wrong cost a round each, and are known then. So what promises most is tried
+where nothing is known, and no bad moment of the machine is remembered for ever.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+
+SMOOTHING = 0.2
+"""Weight of a new measurement; a first one counts fully."""
+OUTLIER = 4.0
+"""A call this many times slower than its size usually takes says something of the machine, not of the
+size,"""
+MAX_OUTLIERS = 2
+"""unless it happens more often than this in a row."""
+FORGOTTEN_AFTER = 1000
+"""Calls of other sizes after which a size counts as not seen."""
+
+
+@dataclass(slots=True)
+class _Point:
+    elapsed_s: float
+    seen_at: int
+    """In calls of any size."""
+    num_outliers: int = 0
+
+
+class TimeCurve:
+    """Seconds of a call over its size, an integer >= 1, of which four significant bits count."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, _Point] = {}
+        self._sizes: list[int] = []
+        """Of the points, ascending."""
+        self._num_calls = 0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._sizes)
+
+    def knows(self, size: int) -> bool:
+        return _rounded(size) in self._points
+
+    def add(self, size: int, elapsed_s: float) -> None:
+        """A call of this size took so long."""
+        size = _rounded(size)
+        self._num_calls += 1
+        point = self._points.get(size)
+        if point is None:
+            self._points[size] = _Point(elapsed_s, self._num_calls)
+        else:
+            self._smooth(point, elapsed_s)
+        self._forget()
+
+    def at(self, size: int) -> float:
+        """Seconds of a call of this size: measured, or between its neighbours; 0 while nothing is known."""
+        if not self._sizes:
+            return 0.0
+        size = _rounded(size)
+        idx = bisect.bisect_left(self._sizes, size)
+        if idx == len(self._sizes):
+            return self._points[self._sizes[-1]].elapsed_s
+        high = self._sizes[idx]
+        if high == size or idx == 0:
+            return self._points[high].elapsed_s * size / high
+        low = self._sizes[idx - 1]
+        low_s, high_s = self._points[low].elapsed_s, self._points[high].elapsed_s
+        return low_s + (size - low) / (high - low) * (high_s - low_s)
+
+    def slope(self, size: int) -> float:
+        """Seconds more for one more, around this size, never below 0."""
+        below, above = max(1, math.floor(size / 1.5)), math.ceil(size * 1.5)
+        return max(0.0, self.at(above) - self.at(below)) / (above - below)
+
+    def _smooth(self, point: _Point, elapsed_s: float) -> None:
+        point.seen_at = self._num_calls
+        if elapsed_s > OUTLIER * point.elapsed_s and point.num_outliers < MAX_OUTLIERS:
+            point.num_outliers += 1
+            return
+        point.num_outliers = 0
+        point.elapsed_s += SMOOTHING * (elapsed_s - point.elapsed_s)
+
+    def _forget(self) -> None:
+        oldest = self._num_calls - FORGOTTEN_AFTER
+        if len(self._points) != len(self._sizes) or any(p.seen_at <= oldest for p in self._points.values()):
+            self._points = {size: point for size, point in self._points.items() if point.seen_at > oldest}
+            self._sizes = sorted(self._points)
+
+
+class RoundCosts:
+    """The curves of one lane; times hold all that is on the way: queueing, the network, the model."""
+
+    def __init__(self) -> None:
+        self._verify = TimeCurve()
+        self._propose: dict[int, TimeCurve] = {}
+        """By gamma, over the batch size."""
+
+    def on_verified(self, num_tokens: int, elapsed_s: float) -> None:
+        self._verify.add(num_tokens, elapsed_s)
+
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
+        self._propose.setdefault(gamma, TimeCurve()).add(batch_size, elapsed_s)
+
+    def has_verified(self, num_tokens: int) -> bool:
+        """Whether a call of this size was made lately."""
+        return self._verify.knows(num_tokens)
+
+    def verify_s(self, num_tokens: int) -> float:
+        """Seconds to verify so many tokens, drafted and committed, of all sequences together."""
+        return self._verify.at(num_tokens)
+
+    def seconds_per_verified_token(self, num_tokens: int) -> float:
+        """Seconds more for one token more."""
+        return self._verify.slope(num_tokens)
+
+    def propose_s(self, batch_size: int, gamma: int) -> float:
+        """Seconds to draft ``gamma`` tokens for so many sequences; in proportion where only others were
+        drafted.
+        """
+        known = [other for other, curve in self._propose.items() if curve.is_known]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda other: abs(math.log(other / gamma)))
+        return self._propose[nearest].at(batch_size) * gamma / nearest
+
+
+def _rounded(size: int) -> int:
+    """Down to four significant bits: 1 to 16 as they are, then 18, 20, ..., 32, 36, ..."""
+    shift = max(0, size.bit_length() - 4)
+    return (size >> shift) << shift
