@@ -50,19 +50,23 @@ def _multiply(
 
     Rows are computed, and written, in whole pieces: fewer than `ROWS` more of them.
     """
-    row = 0
-    while num_rows - row > FEW_ROWS:
-        column = 0
-        while num_columns - column >= VECTORS * BLOCK:
-            _piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
-            column += VECTORS * BLOCK
-        while column < num_columns:
-            _narrow_piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
-            column += BLOCK
-        row += ROWS
-    if row < num_rows:
-        for column in range(0, num_columns, BLOCK):
-            _low_piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
+    column = 0
+    while column < num_columns:
+        is_narrow = num_columns - column < VECTORS * BLOCK
+        row, target = 0, out_column + column
+        while num_rows - row > FEW_ROWS:
+            if is_narrow:
+                _narrow_piece(left, left_column, right, column, depth, row, out, target, is_added)
+            else:
+                _piece(left, left_column, right, column, depth, row, out, target, is_added)
+            row += ROWS
+        if row < num_rows:
+            _low_piece(left, left_column, right, column, depth, row, out, target, is_added)
+            if not is_narrow and VECTORS > 1:
+                _low_piece(
+                    left, left_column, right, column + BLOCK, depth, row, out, target + BLOCK, is_added
+                )
+        column += BLOCK if is_narrow else VECTORS * BLOCK
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -98,17 +102,20 @@ def _weigh(scores: Any, width: int, row: int, best: Any, totals: Any, sums: Any)
     top = before
     for j in range(0, width, BLOCK):
         top = simd.larger(simd.load(scores, row, j), top)
-    best[row] = simd.largest_lane(top)
-    top = simd.splat(best[row])
-    factor = simd.exp_of_difference(before, top)
-    total = simd.multiply(simd.load(totals, row, 0), factor)
+    new_best = simd.largest_lane(top)
+    top = simd.splat(new_best)
+    if new_best != best[row]:
+        factor = simd.exp_of_difference(before, top)
+        simd.store(totals, row, 0, simd.multiply(simd.load(totals, row, 0), factor))
+        for d in range(0, sums.shape[1], BLOCK):
+            simd.store(sums, row, d, simd.multiply(simd.load(sums, row, d), factor))
+        best[row] = new_best
+    total = simd.load(totals, row, 0)
     for j in range(0, width, BLOCK):
         weight = simd.exp_of_difference(simd.load(scores, row, j), top)
         simd.store(scores, row, j, weight)
         total = simd.add(total, weight)
     simd.store(totals, row, 0, total)
-    for d in range(0, sums.shape[1], BLOCK):
-        simd.store(sums, row, d, simd.multiply(simd.load(sums, row, d), factor))
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
