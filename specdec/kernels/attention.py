@@ -23,15 +23,14 @@ BLOCK = simd.LANES
 """Positions per block."""
 CHUNK = 8
 """Blocks whose scores are kept at once."""
-ROWS, VECTORS = (8, 2) if simd.IS_WIDE else (6, 1)
+ROWS = 8 if simd.IS_WIDE else 6
 """Of the piece of a product that is computed at once: as many sums as there are registers for."""
 FEW_ROWS = 4
 """Of the last piece, if they suffice."""
 
 _LOWEST = np.float32(-3.4e38)
-_piece = simd.product(ROWS, VECTORS)
-_narrow_piece = simd.product(ROWS, 1)
-_low_piece = simd.product(FEW_ROWS, 1)
+_piece = simd.product(ROWS)
+_low_piece = simd.product(FEW_ROWS)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -50,23 +49,13 @@ def _multiply(
 
     Rows are computed, and written, in whole pieces: fewer than `ROWS` more of them.
     """
-    column = 0
-    while column < num_columns:
-        is_narrow = num_columns - column < VECTORS * BLOCK
-        row, target = 0, out_column + column
+    for column in range(0, num_columns, BLOCK):  # the outer loop, for its part of ``right`` to stay in L1
+        row = 0
         while num_rows - row > FEW_ROWS:
-            if is_narrow:
-                _narrow_piece(left, left_column, right, column, depth, row, out, target, is_added)
-            else:
-                _piece(left, left_column, right, column, depth, row, out, target, is_added)
+            _piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
             row += ROWS
         if row < num_rows:
-            _low_piece(left, left_column, right, column, depth, row, out, target, is_added)
-            if not is_narrow and VECTORS > 1:
-                _low_piece(
-                    left, left_column, right, column + BLOCK, depth, row, out, target + BLOCK, is_added
-                )
-        column += BLOCK if is_narrow else VECTORS * BLOCK
+            _low_piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

@@ -8,7 +8,6 @@ contracted by LLVM: a lane's arithmetic is the one written, whatever is computed
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import llvmlite.binding
@@ -93,16 +92,6 @@ def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 
 # Operations ------------------------------------------------------------------------------------------------
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def zeros(typing_context: Any) -> Any:
-    """All lanes 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _constant(0.0)
-
-    return float32x16(), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -229,13 +218,13 @@ def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
 # Products --------------------------------------------------------------------------------------------------
 
 
-def product(num_rows: int, num_vectors: int) -> Any:
-    """A piece of a matrix product whose sums, ``num_rows`` times ``num_vectors`` vectors, stay in registers.
+def product(num_rows: int) -> Any:
+    """A piece of a matrix product, ``num_rows`` times 16, whose sums stay in registers.
 
     The function made sets out[row + i, out_column + j] to the sum over k < depth of
     left[row + i, left_column + k] * right[k, right_column + j], or adds that to it: one product after the
-    other, whatever the piece's size. Of i there are ``num_rows``, of j 16 * ``num_vectors``. Rows of
-    ``left`` and ``out``, float32 both, are contiguous; ``right`` may be bfloat16 bits.
+    other, whatever the piece's size. Rows of ``left`` and ``out``, float32 both, are contiguous; ``right``
+    may be bfloat16 bits.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -266,30 +255,22 @@ def product(num_rows: int, num_vectors: int) -> Any:
                 out_column,
                 is_added,
             ) = args
-            vectors = [_INTP(LANES * v) for v in range(num_vectors)]
             rows = [builder.add(row, _INTP(i)) for i in range(num_rows)]
-
-            def row_of(array_type: Any, array: Any, row: Any, column: Any) -> list[Any]:
-                columns = [builder.add(column, offset) for offset in vectors]
-                return [_pointer(context, builder, array_type, array, row, column) for column in columns]
-
-            targets = [row_of(out, out_array, i, out_column) for i in rows]
             factors = [_pointer(context, builder, left, left_array, i, left_column) for i in rows]
+            targets = [_pointer(context, builder, out, out_array, i, out_column) for i in rows]
             # Stack slots to the IR; LLVM makes registers of them.
-            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in vectors] for _ in rows]
-            pairs = list(zip(chain(*sums), chain(*targets), strict=True))
-            for slot, target in pairs:
+            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in rows]
+            for total, target in zip(sums, targets, strict=True):
                 before = _load(builder, target, types.float32)
-                builder.store(builder.select(is_added, before, _constant(0.0)), slot)
+                builder.store(builder.select(is_added, before, _constant(0.0)), total)
             with cgutils.for_range(builder, depth) as loop:
-                sources = row_of(right, right_array, loop.index, right_column)
-                loaded = [_load(builder, source, right.dtype) for source in sources]
-                for factor, slots in zip(factors, sums, strict=True):
+                source = _pointer(context, builder, right, right_array, loop.index, right_column)
+                vector = _load(builder, source, right.dtype)
+                for total, factor in zip(sums, factors, strict=True):
                     spread = _splat(builder, builder.load(builder.gep(factor, [loop.index])))
-                    for vector, slot in zip(loaded, slots, strict=True):
-                        builder.store(_fma(builder, spread, vector, builder.load(slot)), slot)
-            for slot, target in pairs:
-                builder.store(builder.load(slot), builder.bitcast(target, _VECTOR.as_pointer()), align=4)
+                    builder.store(_fma(builder, spread, vector, builder.load(total)), total)
+            for total, target in zip(sums, targets, strict=True):
+                builder.store(builder.load(total), builder.bitcast(target, _VECTOR.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return signature, codegen
