@@ -4,7 +4,7 @@ Keys are [blocks, kv_heads, head_dim, BLOCK] and values [blocks, kv_heads, BLOCK
 block's positions are sums of rows of its keys, results are sums of rows of its values.
 
 A sequence's positions are taken in chunks, with the running softmax of FlashAttention (Dao et al. 2022,
-arXiv:2205.14135), so that what is computed of a chunk stays in the first caches. Chunks begin at fixed
+arXiv:2205.14135), so that what is computed of a chunk fits into L2. Chunks begin at fixed
 positions, and what a query does not see adds exact zeros: its result is the same bits in any company.
 """
 
