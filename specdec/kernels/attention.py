@@ -2,6 +2,10 @@
 
 Keys are [blocks, kv_heads, head_dim, BLOCK] and values [blocks, kv_heads, BLOCK, head_dim]: scores of a
 block's positions are sums of rows of its keys, results are sums of rows of its values.
+
+A sequence's positions are taken in chunks, with the running softmax of FlashAttention (Dao et al. 2022,
+arXiv:2205.14135), so that what is computed of a chunk fits into L2. Chunks begin at fixed
+positions, and what a query does not see adds exact zeros: its result is the same bits in any company.
 """
 
 from __future__ import annotations
@@ -17,72 +21,168 @@ from specdec.kernels.scalars import OPTIONS, exp, load, store
 
 BLOCK = simd.LANES
 """Positions per block."""
-ROWS = 4
-"""Queries whose sums are kept in registers at once."""
+CHUNK = 8
+"""Blocks whose scores are kept at once."""
+ROWS = 8 if simd.IS_WIDE else 6
+"""Of the piece of a product that is computed at once: as many sums as there are registers for."""
+FEW_ROWS = 4
+"""Of the last piece, if they suffice."""
+
+_LOWEST = np.float32(-3.4e38)
+_piece = simd.product(ROWS)
+_low_piece = simd.product(FEW_ROWS)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _score_block(query: Any, block: Any, keys: Any, scores: Any, offset: int) -> None:
-    """scores[r, offset + j] = query[r] . key of the block's position j; four rows at a time."""
-    num_dims = block.shape[0]
-    for d in range(num_dims):
-        simd.store(keys, d, 0, simd.load(block, d, 0))
-    for r in range(0, query.shape[0], ROWS):
-        s0, s1, s2, s3 = simd.zeros(), simd.zeros(), simd.zeros(), simd.zeros()
-        for d in range(num_dims):
-            key = simd.load(keys, d, 0)
-            s0 = simd.add_scaled(s0, query[r, d], key)
-            s1 = simd.add_scaled(s1, query[r + 1, d], key)
-            s2 = simd.add_scaled(s2, query[r + 2, d], key)
-            s3 = simd.add_scaled(s3, query[r + 3, d], key)
-        simd.store(scores, r, offset, s0)
-        simd.store(scores, r + 1, offset, s1)
-        simd.store(scores, r + 2, offset, s2)
-        simd.store(scores, r + 3, offset, s3)
+def _multiply(
+    left: Any,
+    left_column: int,
+    num_rows: int,
+    right: Any,
+    depth: int,
+    out: Any,
+    out_column: int,
+    num_columns: int,
+    is_added: bool,
+) -> None:
+    """out[r, out_column + c] = sum over k < depth of left[r, left_column + k] * right[k, c], or adds it.
+
+    Rows are computed, and written, in whole pieces: fewer than `ROWS` more of them.
+    """
+    for column in range(0, num_columns, BLOCK):  # the outer loop, for its part of ``right`` to stay in L1
+        row = 0
+        while num_rows - row > FEW_ROWS:
+            _piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
+            row += ROWS
+        if row < num_rows:
+            _low_piece(left, left_column, right, column, depth, row, out, out_column + column, is_added)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _softmax(row: Any, scale: Any, softcap: Any, sink: Any) -> None:
-    """Turn scores into weights, in place; a sink takes its share of the sum and gives nothing."""
-    best = np.float32(sink)
-    for j in range(row.shape[0]):
-        value = row[j] * scale
+def _cap(scores: Any, num_rows: int, width: int, softcap: Any) -> None:
+    """Bend scores[:num_rows, :width] towards +-softcap."""
+    for r in range(num_rows):
+        for j in range(width):
+            scores[r, j] = softcap * np.float32(math.tanh(scores[r, j] / softcap))
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _hide(scores: Any, low: int, high: int, width: int) -> None:
+    """Leave of a row of scores those from ``low`` to before ``high``."""
+    for j in range(min(low, width)):
+        scores[j] = -np.inf
+    for j in range(max(high, 0), width):
+        scores[j] = -np.inf
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _weigh(scores: Any, width: int, row: int, best: Any, totals: Any, sums: Any) -> None:
+    """Turn a row of a chunk's scores into weights relative to the best score so far.
+
+    Args:
+        scores: [rows, chunk's positions], whose row is changed.
+        width: number of positions.
+        row: which one.
+        best: [rows], the best score of the chunks before; raised.
+        totals: [rows, LANES], sums of their weights; scaled to the new best score and added to.
+        sums: [rows, padded value_head_dim], their weighted values; scaled likewise.
+    """
+    before = simd.splat(best[row])
+    top = before
+    for j in range(0, width, BLOCK):
+        top = simd.larger(simd.load(scores, row, j), top)
+    new_best = simd.largest_lane(top)
+    top = simd.splat(new_best)
+    if new_best != best[row]:
+        factor = simd.exp_of_difference(before, top)
+        simd.store(totals, row, 0, simd.multiply(simd.load(totals, row, 0), factor))
+        for d in range(0, sums.shape[1], BLOCK):
+            simd.store(sums, row, d, simd.multiply(simd.load(sums, row, d), factor))
+        best[row] = new_best
+    total = simd.load(totals, row, 0)
+    for j in range(0, width, BLOCK):
+        weight = simd.exp_of_difference(simd.load(scores, row, j), top)
+        simd.store(scores, row, j, weight)
+        total = simd.add(total, weight)
+    simd.store(totals, row, 0, total)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _attend_tile(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tile: Any,
+    table: Any,
+    kv_head: int,
+    scale: Any,
+    window: int,
+    softcap: Any,
+    sinks: Any,
+    out: Any,
+) -> None:
+    """One tile's queries of the heads that share a key head; see `attend`."""
+    start, num_queries, end = tile[1], tile[2], tile[3]
+    head_dim, value_dim = query.shape[2], out.shape[2]
+    padded_value_dim = (value_dim + simd.LANES - 1) // simd.LANES * simd.LANES
+    group = query.shape[1] // keys.shape[1]
+    num_rows, before = num_queries * group, end - num_queries
+    last_block = (end - 1) // BLOCK
+
+    rows = np.zeros((num_rows + ROWS, head_dim), np.float32)
+    best = np.empty(num_rows, np.float32)
+    for r in range(num_rows):
+        best[r] = max(sinks[kv_head * group + r % group], _LOWEST)
+        for d in range(head_dim):
+            rows[r, d] = load(query[start + r // group, kv_head * group + r % group, d]) * scale
+    totals = np.zeros((num_rows, simd.LANES), np.float32)
+    sums = np.zeros((num_rows + ROWS, padded_value_dim), np.float32)
+    scores = np.empty((num_rows + ROWS, CHUNK * BLOCK), np.float32)
+    # Copies as float32 pay where several pieces read them.
+    is_copied = num_rows > ROWS or value_dim < padded_value_dim
+    copied = CHUNK * BLOCK if is_copied else 0
+    chunk_keys = np.empty((head_dim, copied), np.float32)
+    chunk_values = np.zeros((copied, padded_value_dim), np.float32)
+
+    block = max(0, before - window + 1) // BLOCK if window > 0 else 0
+    while block <= last_block:
+        behind = min((block // CHUNK + 1) * CHUNK, last_block + 1)
+        first, width = block * BLOCK, (behind - block) * BLOCK
+        for b in range(block, behind):
+            source, column = keys[table[b], kv_head], b * BLOCK - first
+            if is_copied:
+                for d in range(head_dim):
+                    simd.store(chunk_keys, d, column, simd.load(source, d, 0))
+            else:
+                _multiply(rows, 0, num_rows, source, head_dim, scores, column, BLOCK, False)
+        if is_copied:
+            _multiply(rows, 0, num_rows, chunk_keys, head_dim, scores, 0, width, False)
         if softcap > 0.0:
-            value = softcap * np.float32(math.tanh(value / softcap))
-        row[j] = value
-        best = max(best, value)
-    total = np.float32(0.0)
-    for j in range(row.shape[0]):
-        weight = exp(row[j] - best)
-        row[j] = weight
-        total += weight
-    total += exp(np.float32(sink) - best)
-    factor = np.float32(1.0) / total
-    for j in range(row.shape[0]):
-        row[j] *= factor
+            _cap(scores, num_rows, width, softcap)
+        for r in range(num_rows):
+            position = before + r // group - first
+            _hide(scores[r], position - window + 1 if window > 0 else 0, position + 1, width)
+            _weigh(scores, width, r, best, totals, sums)
+        for b in range(block, behind):
+            source, num_positions = values[table[b], kv_head], min(BLOCK, end - b * BLOCK)
+            column = b * BLOCK - first
+            if is_copied:
+                for j in range(num_positions):
+                    for d in range(value_dim):
+                        chunk_values[column + j, d] = load(source[j, d])
+            else:
+                _multiply(scores, column, num_rows, source, num_positions, sums, 0, padded_value_dim, True)
+        if is_copied:
+            depth = min(width, end - first)
+            _multiply(scores, 0, num_rows, chunk_values, depth, sums, 0, padded_value_dim, True)
+        block = behind
 
-
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _add_block(weights: Any, offset: int, num_positions: int, block: Any, values: Any, sums: Any) -> None:
-    """sums[r] += weighted values of the block's first positions; four rows at a time."""
-    value_dim = block.shape[1]
-    for j in range(num_positions):
+    for r in range(num_rows):
+        head = kv_head * group + r % group
+        total = simd.sum_of_lanes(simd.load(totals, r, 0)) + exp(sinks[head] - best[r])
+        factor = np.float32(1.0) / total
         for d in range(value_dim):
-            values[j, d] = load(block[j, d])
-    for r in range(0, sums.shape[0], ROWS):
-        for d in range(0, sums.shape[1], simd.LANES):
-            s0, s1 = simd.load(sums, r, d), simd.load(sums, r + 1, d)
-            s2, s3 = simd.load(sums, r + 2, d), simd.load(sums, r + 3, d)
-            for j in range(num_positions):
-                value = simd.load(values, j, d)
-                s0 = simd.add_scaled(s0, weights[r, offset + j], value)
-                s1 = simd.add_scaled(s1, weights[r + 1, offset + j], value)
-                s2 = simd.add_scaled(s2, weights[r + 2, offset + j], value)
-                s3 = simd.add_scaled(s3, weights[r + 3, offset + j], value)
-            simd.store(sums, r, d, s0)
-            simd.store(sums, r + 1, d, s1)
-            simd.store(sums, r + 2, d, s2)
-            simd.store(sums, r + 3, d, s3)
+            out[start + r // group, head, d] = store(out, sums[r, d] * factor)
 
 
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -112,42 +212,9 @@ def attend(
         sinks: [heads] float32, -inf where there is none.
         out: [tokens, heads, value_head_dim], written.
     """
-    head_dim, value_dim = query.shape[2], out.shape[2]
-    padded_value_dim = (value_dim + simd.LANES - 1) // simd.LANES * simd.LANES
     num_kv_heads = keys.shape[1]
-    group = query.shape[1] // num_kv_heads
     scale32, softcap32 = np.float32(scale), np.float32(softcap)
     for work in prange(tiles.shape[0] * num_kv_heads):
         tile, kv_head = tiles[work // num_kv_heads], work % num_kv_heads
-        table, start, num_queries, end = tables[tile[0]], tile[1], tile[2], tile[3]
-        num_rows, before = num_queries * group, end - num_queries
-        padded_rows = (num_rows + ROWS - 1) // ROWS * ROWS
-        first_block = max(0, before - window + 1) // BLOCK if window > 0 else 0
-        last_block = (end - 1) // BLOCK
-        first = first_block * BLOCK
-
-        rows = np.zeros((padded_rows, head_dim), np.float32)
-        for r in range(num_rows):
-            for d in range(head_dim):
-                rows[r, d] = load(query[start + r // group, kv_head * group + r % group, d])
-        weights = np.empty((padded_rows, (last_block + 1) * BLOCK - first), np.float32)
-        key_rows = np.empty((head_dim, BLOCK), np.float32)
-        for b in range(first_block, last_block + 1):
-            _score_block(rows, keys[table[b], kv_head], key_rows, weights, b * BLOCK - first)
-
-        for r in range(num_rows):
-            position = before + r // group
-            low = max(first, position - window + 1) if window > 0 else first
-            sink = sinks[kv_head * group + r % group]
-            _softmax(weights[r, low - first : position + 1 - first], scale32, softcap32, sink)
-            weights[r, : low - first] = np.float32(0.0)
-            weights[r, position + 1 - first :] = np.float32(0.0)
-
-        sums = np.zeros((padded_rows, padded_value_dim), np.float32)
-        value_rows = np.zeros((BLOCK, padded_value_dim), np.float32)
-        for b in range(first_block, last_block + 1):
-            num_positions = min(BLOCK, end - b * BLOCK)
-            _add_block(weights, b * BLOCK - first, num_positions, values[table[b], kv_head], value_rows, sums)
-        for r in range(num_rows):
-            for d in range(value_dim):
-                out[start + r // group, kv_head * group + r % group, d] = store(out, sums[r, d])
+        table = tables[tile[0]]
+        _attend_tile(query, keys, values, tile, table, kv_head, scale32, window, softcap32, sinks, out)

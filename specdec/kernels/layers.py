@@ -128,14 +128,30 @@ def store_keys_and_values(key: Any, value: Any, slots: Any, keys: Any, values: A
         values[block, :, offset] = value[t]
 
 
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _gate_by_silu(gate: Any, up: Any, out: Any) -> None:
+    """One row; a function of its own, since in the body of a prange LLVM makes no vectors of the loop."""
+    for i in range(out.shape[0]):
+        x = load(gate[i])
+        out[i] = store(out, x / (np.float32(1.0) + exp(-x)) * load(up[i]))
+
+
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def gated_silu(gate_up: Any, out: Any) -> None:
     """silu(gate) * up: [tokens, 2 * n] to [tokens, n]."""
     n = out.shape[1]
     for t in prange(out.shape[0]):
-        for i in range(n):
-            gate = load(gate_up[t, i])
-            out[t, i] = store(out, gate / (np.float32(1.0) + exp(-gate)) * load(gate_up[t, n + i]))
+        _gate_by_silu(gate_up[t, :n], gate_up[t, n:], out[t])
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _gate_by_gelu_tanh(gate: Any, up: Any, out: Any) -> None:
+    """One row, see `_gate_by_silu`."""
+    for i in range(out.shape[0]):
+        x = load(gate[i])
+        inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+        # x * (1 + tanh(inner)) / 2 is x * sigmoid(2 * inner).
+        out[i] = store(out, x / (np.float32(1.0) + exp(np.float32(-2.0) * inner)) * load(up[i]))
 
 
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -143,9 +159,4 @@ def gated_gelu_tanh(gate_up: Any, out: Any) -> None:
     """gelu(gate) * up, gelu by its tanh approximation: [tokens, 2 * n] to [tokens, n]."""
     n = out.shape[1]
     for t in prange(out.shape[0]):
-        for i in range(n):
-            gate = load(gate_up[t, i])
-            inner = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
-            # gate * (1 + tanh(inner)) / 2 is gate * sigmoid(2 * inner).
-            gelu = gate / (np.float32(1.0) + exp(np.float32(-2.0) * inner))
-            out[t, i] = store(out, gelu * load(gate_up[t, n + i]))
+        _gate_by_gelu_tanh(gate_up[t, :n], gate_up[t, n:], out[t])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 # Reordering sums is what makes them vectors. Infinities and NaN keep their meaning, unlike in plain fastmath.
@@ -63,6 +63,18 @@ def bits_of_float32(typing_context: Any, value: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _floor(typing_context: Any, value: Any) -> Any:
+    """The largest whole number below, a float32: Python's is an int64, of which AVX2 makes no vectors."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        floor_type = ir.FunctionType(_FLOAT32, [_FLOAT32])
+        floor = cgutils.get_or_insert_function(builder.module, floor_type, "llvm.floor.f32")
+        return builder.call(floor, args)
+
+    return types.float32(types.float32), codegen
+
+
 def load(value: Any) -> np.float32:
     """An element of either kind of array as float32."""
     raise NotImplementedError
@@ -99,7 +111,7 @@ def exp(x: Any) -> Any:
     Range reduction by powers of two and a polynomial, as in the Cephes library's expf.
     """
     clamped = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    exponent = np.float32(math.floor(clamped * _LOG2_E + np.float32(0.5)))
+    exponent = _floor(clamped * _LOG2_E + np.float32(0.5))
     r = clamped - exponent * _LN2_HIGH - exponent * _LN2_LOW
     poly = np.float32(1.9875691500e-4)
     poly = poly * r + np.float32(1.3981999507e-3)

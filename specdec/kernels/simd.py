@@ -1,21 +1,26 @@
 """A vector of 16 float32 as a numba type, for loops whose sums must stay in registers.
 
 LLVM's own vectoriser finds the other loops; it does not keep several sums of a nested loop in registers.
-On a machine with narrower registers LLVM splits a vector over several.
+On a machine with narrower registers LLVM splits a vector over several. Nothing here is reordered or
+contracted by LLVM: a lane's arithmetic is the one written, whatever is computed beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
+IS_WIDE: bool = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
+"""Whether a register holds a whole vector, and there are 32 of them and not 16."""
 
-_FLOAT = ir.FloatType()
+_FLOAT, _INTP = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _BITS16 = ir.VectorType(ir.IntType(16), LANES)
 _BITS32 = ir.VectorType(ir.IntType(32), LANES)
@@ -35,20 +40,68 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, _VECTOR)
 
 
+# What the operations are made of ---------------------------------------------------------------------------
+
+
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
     """Address of array[row, column]."""
     view = context.make_array(array_type)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, array_type, view, [row, column], wraparound=False)
 
 
+def _constant(number: float) -> Any:
+    return ir.Constant(_VECTOR, [number] * LANES)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    lane = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.IntType(32)(0))
+    mask = ir.Constant(_BITS32, [0] * LANES)
+    return builder.shuffle_vector(lane, ir.Constant(_VECTOR, ir.Undefined), mask)
+
+
+def _fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """The total plus a * b, rounded once."""
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+    )
+    return builder.call(fma, [a, b, total])
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger one in each lane; b where one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _load(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """16 numbers from an address, converted from bfloat16 bits if ``dtype`` is an integer."""
+    if not isinstance(dtype, types.Integer):
+        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+    value = builder.load(builder.bitcast(pointer, _BITS16.as_pointer()), align=2)
+    wide = builder.shl(builder.zext(value, _BITS32), ir.Constant(_BITS32, [16] * LANES))
+    return builder.bitcast(wide, _VECTOR)
+
+
+def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """The lanes combined in halves: always in the same order."""
+    width = LANES // 2
+    while width:
+        indices = [(lane + width) % LANES for lane in range(LANES)]
+        other = builder.shuffle_vector(vector, vector, ir.Constant(_BITS32, indices))
+        vector, width = combine(vector, other), width // 2
+    return builder.extract_element(vector, ir.IntType(32)(0))
+
+
+# Operations ------------------------------------------------------------------------------------------------
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def zeros(typing_context: Any) -> Any:
-    """All lanes 0."""
+def splat(typing_context: Any, number: Any) -> Any:
+    """All lanes the same."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_VECTOR, [0.0] * LANES)
+        return _splat(builder, args[0])
 
-    return float32x16(), codegen
+    return float32x16(types.float32), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -56,14 +109,7 @@ def load(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
     """array[row, column : column + 16], converted from bfloat16 bits if it holds those."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_bits = isinstance(array.dtype, types.Integer)
-        pointer = _pointer(context, builder, array, *args)
-        source = _BITS16 if is_bits else _VECTOR
-        value = builder.load(builder.bitcast(pointer, source.as_pointer()), align=2 if is_bits else 4)
-        if not is_bits:
-            return value
-        wide = builder.shl(builder.zext(value, _BITS32), ir.Constant(_BITS32, [16] * LANES))
-        return builder.bitcast(wide, _VECTOR)
+        return _load(builder, _pointer(context, builder, array, *args), array.dtype)
 
     return float32x16(array, types.intp, types.intp), codegen
 
@@ -81,17 +127,152 @@ def store(typing_context: Any, array: Any, row: Any, column: Any, vector: Any) -
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def add_scaled(typing_context: Any, total: Any, factor: Any, vector: Any) -> Any:
-    """A total plus factor times vector, rounded once."""
+def add(typing_context: Any, a: Any, b: Any) -> Any:
+    """Sum lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total, factor, vector = args
-        lane = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), factor, ir.IntType(32)(0))
-        mask = ir.Constant(_BITS32, [0] * LANES)
-        splat = builder.shuffle_vector(lane, ir.Constant(_VECTOR, ir.Undefined), mask)
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-        )
-        return builder.call(fma, [splat, vector, total])
+        return builder.fadd(*args)
 
-    return float32x16(float32x16, types.float32, float32x16), codegen
+    return float32x16(float32x16, float32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply(typing_context: Any, a: Any, b: Any) -> Any:
+    """Product lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(*args)
+
+    return float32x16(float32x16, float32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def larger(typing_context: Any, a: Any, b: Any) -> Any:
+    """The larger one in each lane; b where one is NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _larger(builder, *args)
+
+    return float32x16(float32x16, float32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest_lane(typing_context: Any, vector: Any) -> Any:
+    """The largest number of a vector without NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _fold(builder, args[0], lambda a, b: _larger(builder, a, b))
+
+    return types.float32(float32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_of_lanes(typing_context: Any, vector: Any) -> Any:
+    """Sum, always in the same order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _fold(builder, args[0], builder.fadd)
+
+    return types.float32(float32x16), codegen
+
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_TO_INTEGER = 1.5 * 2.0**23
+"""Added to a float32 it leaves no bits for a fraction: the sum's lowest bits are the nearest integer."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
+    """e**(a - b) for a no larger than b; where that is below e**-87 it is 0.
+
+    As `specdec.kernels.scalars.exp`, to 2e-7 relative of the rounded difference. NaN stays NaN.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x = builder.fsub(*args)
+        is_above = builder.fcmp_unordered(">", x, _constant(-87.0))
+        shifted = _fma(builder, x, _constant(_LOG2_E), _constant(_TO_INTEGER))
+        exponent = builder.fsub(shifted, _constant(_TO_INTEGER))
+        r = _fma(builder, exponent, _constant(-_LN2_HIGH), x)
+        r = _fma(builder, exponent, _constant(-_LN2_LOW), r)
+        poly = _constant(_POLYNOMIAL[0])
+        for coefficient in _POLYNOMIAL[1:]:
+            poly = _fma(builder, poly, r, _constant(coefficient))
+        value = builder.fadd(_fma(builder, poly, builder.fmul(r, r), r), _constant(1.0))
+        biased = builder.add(builder.bitcast(shifted, _BITS32), ir.Constant(_BITS32, [127] * LANES))
+        power = builder.bitcast(builder.shl(biased, ir.Constant(_BITS32, [23] * LANES)), _VECTOR)
+        return builder.select(is_above, builder.fmul(value, power), _constant(0.0))
+
+    return float32x16(float32x16, float32x16), codegen
+
+
+# Products --------------------------------------------------------------------------------------------------
+
+
+def product(num_rows: int) -> Any:
+    """A piece of a matrix product, ``num_rows`` times 16, whose sums stay in registers.
+
+    The function made sets out[row + i, out_column + j] to the sum over k < depth of
+    left[row + i, left_column + k] * right[k, right_column + j], or adds that to it: one product after the
+    other, whatever the piece's size. Rows of ``left`` and ``out``, float32 both, are contiguous; ``right``
+    may be bfloat16 bits.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply_piece(
+        typing_context: Any,
+        left: Any,
+        left_column: Any,
+        right: Any,
+        right_column: Any,
+        depth: Any,
+        row: Any,
+        out: Any,
+        out_column: Any,
+        is_added: Any,
+    ) -> Any:
+        index = types.intp
+        signature = types.none(left, index, right, index, index, index, out, index, types.boolean)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            (
+                left_array,
+                left_column,
+                right_array,
+                right_column,
+                depth,
+                row,
+                out_array,
+                out_column,
+                is_added,
+            ) = args
+            rows = [builder.add(row, _INTP(i)) for i in range(num_rows)]
+            factors = [_pointer(context, builder, left, left_array, i, left_column) for i in rows]
+            targets = [_pointer(context, builder, out, out_array, i, out_column) for i in rows]
+            # Stack slots to the IR; LLVM makes registers of them.
+            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in rows]
+            for total, target in zip(sums, targets, strict=True):
+                before = _load(builder, target, types.float32)
+                builder.store(builder.select(is_added, before, _constant(0.0)), total)
+            with cgutils.for_range(builder, depth) as loop:
+                source = _pointer(context, builder, right, right_array, loop.index, right_column)
+                vector = _load(builder, source, right.dtype)
+                for total, factor in zip(sums, factors, strict=True):
+                    spread = _splat(builder, builder.load(builder.gep(factor, [loop.index])))
+                    builder.store(_fma(builder, spread, vector, builder.load(total)), total)
+            for total, target in zip(sums, targets, strict=True):
+                builder.store(builder.load(total), builder.bitcast(target, _VECTOR.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return multiply_piece

@@ -11,8 +11,8 @@ from specdec.engine.attention import AttentionTraits, cpu, reference
 from specdec.engine.batch import TILE, Segment, StepBatch
 from specdec.engine.kv_layout import BlockLayer, FlatLayer, make_layer
 from specdec.engine.threads import set_num_threads
-from specdec.kernels import as_array, layers, scalars
-from specdec.kernels.attention import BLOCK
+from specdec.kernels import as_array, layers, scalars, simd
+from specdec.kernels.attention import BLOCK, CHUNK
 
 set_num_threads(1)
 
@@ -122,6 +122,85 @@ def test_exponential_far_below_is_zero_and_far_above_is_huge():
 
 def test_exponential_of_nan_is_nan():
     assert exp_of(torch.tensor([torch.nan, 1.0])).isnan().tolist() == [True, False]
+
+
+# Vectors --------------------------------------------------------------------------------------------------
+
+
+@njit(**{**scalars.OPTIONS, "cache": False})
+def exponentials_of_differences(a, b, out):
+    for i in range(0, a.shape[1], simd.LANES):
+        simd.store(out, 0, i, simd.exp_of_difference(simd.load(a, 0, i), simd.load(b, 0, i)))
+
+
+def exp_of_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    padding = -len(a) % simd.LANES
+    a, b = (functional.pad(x, (0, padding)).unsqueeze(0) for x in (a, b))
+    out = torch.empty_like(a)
+    exponentials_of_differences(a.numpy(), b.numpy(), out.numpy())
+    return out[0, : out.shape[1] - padding]
+
+
+@pytest.mark.parametrize("best", [0.0, 3.7, -250.0])
+def test_vector_of_exponentials_is_precise_to_three_in_ten_million(best):
+    below = torch.cat([torch.linspace(0.0, 86.9, 1_000_003), normal(100_000).abs(), 1e-3 * normal(999).abs()])
+    a, b = best - below, torch.full_like(below, best)
+    exact = (a - b).double().exp()
+    assert float(((exp_of_difference(a, b).double() - exact) / exact).abs().max()) < 3e-7
+
+
+def test_vector_of_exponentials_at_the_ends():
+    a = torch.tensor([0.0, -5.0, -87.0, -1000.0, -torch.inf, torch.nan, -torch.inf])
+    b = torch.tensor([0.0, -5.0, 0.0, 0.0, 0.0, 0.0, -3.4e38])
+    out = exp_of_difference(a, b).tolist()
+    assert out[:2] == [1.0, 1.0]
+    assert out[2:5] == [0.0, 0.0, 0.0]
+    assert np.isnan(out[5])
+    assert out[6] == 0.0
+
+
+@njit(**{**scalars.OPTIONS, "cache": False})
+def folded(x, out):
+    out[0] = simd.largest_lane(simd.load(x, 0, 0))
+    out[1] = simd.sum_of_lanes(simd.load(x, 0, 0))
+
+
+def test_vector_is_folded():
+    for lane in range(simd.LANES):
+        x = -torch.arange(1.0, simd.LANES + 1).unsqueeze(0)
+        x[0, lane] = 0.5
+        out = torch.empty(2)
+        folded(x.numpy(), out.numpy())
+        assert out.tolist() == [0.5, float(x.sum())]
+
+
+def product_in_pieces(num_rows, left, right, out, *, is_added):
+    """Columns from 3 on of ``left`` times ``right``, to columns from 5 on of ``out``."""
+    piece = simd.product(num_rows)
+
+    @njit(**{**scalars.OPTIONS, "cache": False})
+    def multiply(left, right, out, is_added):
+        for row in range(0, left.shape[0], num_rows):
+            for column in range(0, right.shape[1], simd.LANES):
+                piece(left, 3, right, column, right.shape[0], row, out, 5 + column, is_added)
+
+    multiply(left.numpy(), as_array(right), out.numpy(), is_added)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_product_is_the_same_bits_in_pieces_of_any_size(is_added, dtype):
+    left, right = normal(24, 70), normal(67, 64, dtype=dtype, seed=1)
+    before, results = normal(24, 74, seed=2), []
+    for num_rows in (1, 4, 6, 8):
+        out = before.clone()
+        product_in_pieces(num_rows, left, right, out, is_added=is_added)
+        results.append(out)
+    assert all(torch.equal(out, results[0]) for out in results)
+    exact = left[:, 3:].double() @ right.double() + is_added * before[:, 5:69].double()
+    torch.testing.assert_close(results[0][:, 5:69].double(), exact, rtol=1e-5, atol=1e-5)
+    others = torch.ones(74, dtype=torch.bool)
+    others[5:69] = False
+    assert torch.equal(results[0][:, others], before[:, others])
 
 
 # Norms, rotations, activations ----------------------------------------------------------------------------
@@ -342,12 +421,27 @@ CACHED = [0, 14, 30, 0, 16, 33, 99, 15, 1, 0, 20, 5]
 """Alone, across a block's edge, in a block's first place, and long prompts in one and several portions."""
 
 
+LONG_LENGTHS = [1, 6, TILE + 3, 2 * CHUNK * BLOCK + 5]
+LONG_CACHED = [3 * CHUNK * BLOCK + 1, 2 * CHUNK * BLOCK - 3, CHUNK * BLOCK - 1, 0]
+"""Over several chunks of positions, and across their edges."""
+
+
 def check_attention(
-    dtype, traits, *, num_kv_heads=2, group=2, head_dim=8, value_dim=8, query_scale=1.0, atol=2e-6
+    dtype,
+    traits,
+    *,
+    num_kv_heads=2,
+    group=2,
+    head_dim=8,
+    value_dim=8,
+    query_scale=1.0,
+    atol=2e-6,
+    lengths=LENGTHS,
+    cached=CACHED,
 ):
-    batch, num_blocks = batch_of(LENGTHS, CACHED)
+    batch, num_blocks = batch_of(lengths, cached)
     num_slots = num_blocks * BLOCK
-    query = normal(sum(LENGTHS), num_kv_heads * group, head_dim, dtype=dtype, scale=query_scale)
+    query = normal(sum(lengths), num_kv_heads * group, head_dim, dtype=dtype, scale=query_scale)
     key = normal(num_slots, num_kv_heads, head_dim, dtype=dtype, seed=1)
     value = normal(num_slots, num_kv_heads, value_dim, dtype=dtype, seed=2)
     layer = BlockLayer(key, value, num_blocks, BLOCK)
@@ -371,6 +465,27 @@ def sinks(num_heads):
 def test_attention_over_groups_and_head_sizes(group, head_dim, dtype, num_threads):
     traits = AttentionTraits(scale=head_dim**-0.5)
     check_attention(dtype, traits, group=group, head_dim=head_dim, value_dim=head_dim)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, CHUNK * BLOCK, CHUNK * BLOCK + 17])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_over_several_chunks(window, has_sinks, dtype, num_threads):
+    traits = AttentionTraits(scale=0.35, window=window, sinks=sinks(6) if has_sinks else None)
+    check_attention(
+        dtype, traits, group=3, head_dim=16, value_dim=16, lengths=LONG_LENGTHS, cached=LONG_CACHED
+    )
+
+
+def test_attention_over_several_chunks_that_is_sure_of_one_position():
+    check_attention(
+        torch.float32,
+        AttentionTraits(scale=1.0),
+        head_dim=64,
+        query_scale=20.0,
+        atol=1e-3,
+        lengths=LONG_LENGTHS,
+        cached=LONG_CACHED,
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 12), (16, 3), (80, 64), (24, 128)])
@@ -451,3 +566,52 @@ def test_result_does_not_depend_on_the_company(dtype):
         mine = torch.empty(length, 6, 16, dtype=dtype)
         cpu.attend_into(query[start : start + length], layer, alone, traits, mine)
         assert torch.equal(mine, out[start : start + length])
+
+
+def attended_in_portions(portions, query, layer, blocks, traits):
+    """One sequence's queries, so many at a time."""
+    out, done = query.new_empty(*query.shape[:2], layer.values.shape[-1]), 0
+    for length in portions:
+        end = done + length
+        segment = Segment(start=0, num_tokens=length, kv_length=end, blocks=blocks[: -(-end // BLOCK)])
+        batch = StepBatch.of(range(length), [], [segment], BLOCK, CPU)
+        cpu.attend_into(query[done:end], layer, batch, traits, out[done:end])
+        done = end
+    assert done == len(query)
+    return out
+
+
+@pytest.mark.parametrize("value_dim", [16, 12])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_result_does_not_depend_on_the_portions(window, softcap, value_dim, dtype):
+    """Bit for bit: a prompt, a draft to verify and single tokens give a position the same result."""
+    length = 2 * CHUNK * BLOCK + 9
+    num_blocks = -(-length // BLOCK)
+    blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
+    key = normal(num_blocks * BLOCK, 2, 16, dtype=dtype)
+    value = normal(num_blocks * BLOCK, 2, value_dim, dtype=dtype, seed=1)
+    layer = BlockLayer(key, value, num_blocks, BLOCK)
+    layer.write(key, value, batch_of([len(key)], [0], spare_blocks=0)[0])
+    query = normal(length, 6, 16, dtype=dtype, seed=2)
+    traits = AttentionTraits(scale=0.3, window=window, softcap=softcap, sinks=sinks(6))
+    triples = [3] * (length // 3) + [length % 3] * (length % 3 > 0)
+    results = [
+        attended_in_portions(portions, query, layer, blocks, traits)
+        for portions in ([length], [1] * length, triples, [TILE + 1, length - TILE - 1])
+    ]
+    assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_query_that_is_not_a_number_spoils_its_own_result_only(dtype):
+    batch, num_blocks = batch_of([5, 2], [140, 7])
+    x = normal(num_blocks * BLOCK, 2, 16, dtype=dtype)
+    layer = BlockLayer(x, x, num_blocks, BLOCK)
+    layer.write(x, x, batch_of([len(x)], [0], spare_blocks=0)[0])
+    query = normal(7, 4, 16, dtype=dtype, seed=1)
+    query[2, 1, 3] = torch.nan
+    out = torch.empty_like(query)
+    cpu.attend_into(query, layer, batch, AttentionTraits(scale=0.25), out)
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[2, 1] = True
+    assert torch.equal(out.isnan(), spoilt)
