@@ -79,12 +79,17 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Hold a matrix [out, in] as its device multiplies fastest.
 
     On the CPU bfloat16 is laid out for oneDNN once, here, and not in every call: SmolLM2-135M's matmuls then
-    take a third of the time (docs/decisions/0011-cpu-kernels.md).
+    take a third of the time (docs/decisions/0011-cpu-kernels.md). oneDNN refuses where the processor has
+    neither AVX-512 nor AVX-NE-CONVERT; torch's own matmul is slower and runs everywhere.
     """
     weight = weight.detach().contiguous()
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn:
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _can_pack():
         return _packed(weight, bias)
     return lambda x: functional.linear(x, weight, bias)
+
+
+def _can_pack() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
