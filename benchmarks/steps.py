@@ -10,7 +10,7 @@ import statistics
 import time
 
 from benchmarks.common import save
-from specdec.config import ModelConfig
+from specdec.config import DraftConfig
 from specdec.engine.loading import load_runner
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.runner import ForwardItem
@@ -69,7 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     info = model_info(arguments.model)
     runner = load_runner(
-        ModelConfig(model=arguments.model, dtype=arguments.dtype, prefix_caching=False),
+        # As it is served: a folder with a reduced vocabulary of its own is a draft's.
+        DraftConfig(model=arguments.model, dtype=arguments.dtype, prefix_caching=False),
         vocab_size=info.vocab_size,
         max_context=info.max_context,
     )

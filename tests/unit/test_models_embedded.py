@@ -1,16 +1,18 @@
 """Pulling, with the network and the conversion faked: which steps run, and what a failure leaves behind."""
 
 import io
+import json
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import specdec.models
 from specdec.errors import ModelUnavailable
-from specdec.models import cache, catalog, embedded
+from specdec.models import cache, catalog, convert, embedded
 from specdec.models.progress import Step, no_report, progress_bar
 
 
@@ -128,6 +130,14 @@ def test_version_key_follows_the_drafts_own_bytes(monkeypatch):
 
 def test_draft_is_package_data():
     assert all((catalog.DRAFT_DATA / file).is_file() for file in catalog.DRAFT_DATA_FILES)
+
+
+def test_draft_may_say_what_ends_a_text_and_nothing_outside_the_vocabulary():
+    ids = np.load(catalog.DRAFT_DATA / "draft_vocab.npy")
+    assert (np.diff(ids) > 0).all()
+    assert {convert.BOS_TOKEN_ID, convert.EOS_TOKEN_ID, convert.PAD_TOKEN_ID} <= set(ids.tolist())
+    vocab_size = json.loads((catalog.DRAFT_DATA / "config.json").read_text())["vocab_size"]
+    assert 0 <= ids[0] < ids[-1] < vocab_size
 
 
 def test_bar_names_the_model_and_ends_full():
