@@ -21,7 +21,7 @@ class CpuStep:
 
     def __init__(self, weights: DecoderWeights, batch: StepBatch, cache: PagedKVCache) -> None:
         num_tokens, dtype = len(batch.token_ids), weights.dtype
-        num_rows = padded_rows(num_tokens)
+        num_rows = weights.head.padded_rows(num_tokens)
         self._weights = weights
         self._batch = batch
         self._cache = cache
@@ -82,18 +82,5 @@ class CpuStep:
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self._residual = self._residual[rows]
-        num_rows = padded_rows(len(rows))
+        num_rows = self._weights.head.padded_rows(len(rows))
         self._normed = torch.zeros(num_rows, self._weights.hidden_size, dtype=self._weights.dtype)
-
-
-def padded_rows(num_rows: int) -> int:
-    """Rows a matmul gets for so many tokens: a few dozen different numbers in all.
-
-    oneDNN keeps a program of some hundred kilobytes for every shape of a matmul it has seen. With every
-    number of tokens a shape of its own, these grew to half a gigabyte. Two rows are the least: a single one
-    is multiplied by another program, which rounds differently, and text would depend on how many tokens were
-    verified at once.
-    """
-    num_rows = max(2, num_rows)
-    step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 16 if num_rows <= 256 else 64
-    return -(-num_rows // step) * step

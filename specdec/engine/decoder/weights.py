@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+import numba
 import torch
 from torch.nn import functional
 
 from specdec.engine.attention import AttentionTraits
+from specdec.kernels import as_array, matmul
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""[tokens, in] to [tokens, out]."""
 Activation = Literal["silu", "gelu_tanh"]
+
+
+class Linear(Protocol):
+    """A matrix that rows are multiplied with, and what is added to them."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] to [rows, out], contiguous and of one dtype."""
+        ...
+
+    def padded_rows(self, num_rows: int) -> int:
+        """How many rows ``x`` should have if so many are wanted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,24 +89,79 @@ class DecoderWeights:
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Hold a matrix [out, in] as its device multiplies fastest.
 
-    On the CPU bfloat16 is laid out for oneDNN once, here, and not in every call: SmolLM2-135M's matmuls then
-    take a third of the time (docs/decisions/0011-cpu-kernels.md).
+    On the CPU bfloat16 is laid out once, here, and not in every call: for oneDNN, or for a kernel of ours
+    where the CPU has nothing that oneDNN could use (docs/decisions/0011-cpu-kernels.md).
     """
     weight = weight.detach().contiguous()
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch._C._has_mkldnn:
-        return lambda x: functional.linear(x, weight, bias)
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return _packed(weight, bias)
-    # A CPU that cannot multiply bfloat16: torch's own loop takes 16 times as long as float32.
-    widened = _packed(weight.float(), None if bias is None else bias.float())
-    return lambda x: widened(x.float()).to(x.dtype)
+    bias = None if bias is None else bias.detach()
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return TorchLinear(weight, bias)
+    return OneDnnLinear(weight, bias) if has_onednn_bfloat16() else PanelLinear(weight, bias)
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_TOKENS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, bias, "none", [], "")
+def has_onednn_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 matrices on this CPU."""
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class TorchLinear:
+    """Whatever torch makes of it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+    def padded_rows(self, num_rows: int) -> int:
+        return padded_rows(num_rows)
+
+
+class OneDnnLinear:
+    """bfloat16 on CPUs with instructions for it: SmolLM2-135M's matmuls take a third of torch's time."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_TOKENS)
+        self._bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
+        return result
+
+    def padded_rows(self, num_rows: int) -> int:
+        return padded_rows(num_rows)
+
+
+class PanelLinear:
+    """bfloat16 on every other CPU. A row's result is the same with any others beside it, and alone."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs = len(weight)
+        self._panels = matmul.pack(weight)
+        self._bias = as_array(weight.new_empty(0) if bias is None else bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), self._num_outputs)
+        matmul.multiply(as_array(x), self._panels, self._bias, numba.get_num_threads(), as_array(out))
+        return out
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows
 
 
 _PACKED_FOR_TOKENS = 8
 """The batch oneDNN chooses the layout for; other sizes use it too."""
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows a matmul of a library gets for so many tokens: a few dozen different numbers in all.
+
+    oneDNN keeps a program of some hundred kilobytes for every shape of a matmul it has seen. With every
+    number of tokens a shape of its own, these grew to half a gigabyte. Two rows are the least: a single one
+    is multiplied by another program, which rounds differently, and text would depend on how many tokens were
+    verified at once.
+    """
+    num_rows = max(2, num_rows)
+    step = 1 if num_rows <= 16 else 4 if num_rows <= 64 else 16 if num_rows <= 256 else 64
+    return -(-num_rows // step) * step
