@@ -139,7 +139,7 @@ class PanelLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs = len(weight)
         self._panels = matmul.pack(weight)
-        self._bias = as_array(weight.new_empty(0) if bias is None else bias)
+        self._bias = matmul.pack_bias(bias, len(weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), self._num_outputs)
