@@ -61,8 +61,17 @@ class SpeculationConfig(_Section):
     it."""
     max_speculative_tokens: int = Field(default=8, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """Most that ``auto`` drafts."""
+    pipeline: Literal["serial", "lookahead"] = "serial"
+    """``lookahead``: while the target verifies, the draft prepares the next block for the likely outcomes. It
+    pays where draft and target have devices of their own."""
+    lookahead_branches: int = Field(default=8, ge=1, le=64)
+    """Outcomes per sequence that are prepared for."""
     draft_support: int = Field(default=64, ge=1, le=256)
     """K: tokens kept in the draft's truncated law in rejection mode."""
+
+    @property
+    def num_branches(self) -> int:
+        return self.lookahead_branches if self.pipeline == "lookahead" else 0
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod

@@ -53,6 +53,9 @@ class ProposeItem:
 
     feed: Feed
     num_draft_tokens: int
+    fan_out: tuple[int, ...] = ()
+    """Look ahead afterwards: how many tokens to guess behind 0, 1, ..., num_draft_tokens accepted ones;
+    empty: do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class Draft:
     """[gamma, K] token ids the draft could have drawn, rejection mode only."""
     support_probs: Float32Array | None = None
     """[gamma, K] their draft probabilities; rows sum to 1; padding has probability 0."""
+    is_prepared: bool = False
+    """It was drafted while the target verified the block before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,13 +216,22 @@ def runner(law: ToyLaw, *, max_context: int = 4096) -> SimulatedRunner:
 
 
 def app_config(
-    gamma: int, *, draft_support: int = 64, max_num_seqs: int = 64, prefill_chunk_tokens: int = 4096
+    gamma: int,
+    *,
+    draft_support: int = 64,
+    max_num_seqs: int = 64,
+    prefill_chunk_tokens: int = 4096,
+    pipeline: str = "serial",
 ) -> AppConfig:
     return parse_config(
         {
             "target": {"model": "toy-target"},
             "draft": {"model": "toy-draft"},
-            "speculation": {"num_speculative_tokens": gamma, "draft_support": draft_support},
+            "speculation": {
+                "num_speculative_tokens": gamma,
+                "draft_support": draft_support,
+                "pipeline": pipeline,
+            },
             "coordinator": {
                 "max_num_seqs": max_num_seqs,
                 "max_waiting": 100_000,

@@ -279,6 +279,7 @@ class Coordinator:
             owner=self._id,
             config=self._config.coordinator,
             policy=_new_policy(self._config),
+            num_branches=self._config.speculation.num_branches,
             on_chunks=self._on_chunks,
             on_draft_lost=self._quarantine.add,
             on_target_lost=self._on_target_lost,

@@ -56,6 +56,7 @@ class Lane:
         owner: id of the coordinator, stamped on every call.
         config: chunk sizes and deadlines.
         policy: chooses gamma; of this lane alone, since it learns how long calls take.
+        num_branches: outcomes per sequence that drafts prepare for while the target verifies; 0: none.
         on_chunks: takes what each round committed.
         on_draft_lost: told the id of a draft worker that died or missed its deadline.
         on_target_lost: takes the lane and the sequences it can no longer serve.
@@ -69,6 +70,7 @@ class Lane:
         owner: str,
         config: CoordinatorConfig,
         policy: GammaPolicy,
+        num_branches: int = 0,
         on_chunks: Callable[[Sequence[TokenChunk]], None],
         on_draft_lost: Callable[[WorkerId], None],
         on_target_lost: Callable[[Lane, Sequence[SequenceState]], None],
@@ -78,6 +80,7 @@ class Lane:
         self._owner = owner
         self._config = config
         self._policy = policy
+        self._num_branches = num_branches
         self._on_chunks = on_chunks
         self._on_draft_lost = on_draft_lost
         self._on_target_lost = on_target_lost
@@ -258,7 +261,7 @@ class Lane:
             gamma = state.gamma(policy_gamma, status.max_context)
             if gamma == 0 or budget[state.draft_id] <= 0:
                 continue
-            item = state.propose_item(gamma, budget[state.draft_id])
+            item = state.propose_item(gamma, budget[state.draft_id], self._num_branches)
             calls.setdefault(state.draft_id, {})[state.sequence_id] = item
             budget[state.draft_id] -= len(item.feed.token_ids)
         return calls

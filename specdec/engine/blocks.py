@@ -92,6 +92,28 @@ class BlockManager:
         if table is not None:
             self._let_go(table.blocks)
 
+    def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
+        """Begin ``copy_id`` with the first ``length`` positions of a sequence, in the same blocks.
+
+        Raises:
+            StaleCache: the sequence holds fewer; unseen ones do not count.
+        """
+        source = self._tables[sequence_id]
+        if length > len(source.token_ids):
+            raise StaleCache(f"sequence {sequence_id}: {length} of {len(source.token_ids)} positions wanted")
+        self.open(copy_id)
+        copy = self._tables[copy_id]
+        copy.blocks = source.blocks[: self._blocks_for(length)]
+        copy.token_ids = source.token_ids[:length]
+        copy.digests = source.digests[: length // self.block_size]
+        for block in copy.blocks:
+            self._num_users[block] += 1
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Give a sequence's cache to another id; what that held is let go."""
+        self.close(new_id)
+        self._tables[new_id] = self._tables.pop(sequence_id)
+
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         """Keep the first ``length`` positions; blocks wholly behind them are let go, reserved ones too.
 

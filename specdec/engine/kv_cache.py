@@ -65,6 +65,17 @@ class PagedKVCache:
         self._num_adopted.pop(sequence_id, None)
         self.blocks.close(sequence_id)
 
+    def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
+        """See `BlockManager.fork`."""
+        self._num_adopted.pop(copy_id, None)
+        self.blocks.fork(sequence_id, copy_id, length)
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """See `BlockManager.rename`; neither has a reserved item."""
+        self._num_adopted.pop(new_id, None)
+        self._num_adopted.pop(sequence_id, None)
+        self.blocks.rename(sequence_id, new_id)
+
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         self._num_adopted.pop(sequence_id, None)
         self.blocks.truncate(sequence_id, length)

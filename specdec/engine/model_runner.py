@@ -107,6 +107,12 @@ class ModelRunner:
     def close(self, sequence_id: SequenceId) -> None:
         self.cache.close(sequence_id)
 
+    def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
+        self.cache.fork(sequence_id, copy_id, length)
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        self.cache.rename(sequence_id, new_id)
+
     @property
     def runs_ahead(self) -> bool:
         return self.model.device.type == "cuda"
@@ -117,6 +123,7 @@ class ModelRunner:
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
         self.cache.truncate(sequence_id, length)
 
+    @torch.inference_mode()
     def reserve(self, item: ForwardItem, num_extra: int = 0) -> None:
         """See `Runner.reserve`."""
         total = self.length(item.sequence_id) + self.cache.num_missing(item) + num_extra

@@ -60,6 +60,18 @@ class Runner(Protocol):
         """Free a sequence's cache; unknown ids are ignored."""
         ...
 
+    def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
+        """Open ``copy_id`` with the first ``length`` cached positions of a sequence; nothing is computed.
+
+        Raises:
+            StaleCache: the sequence holds fewer.
+        """
+        ...
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        """Give a sequence's cache to another id; what that held is freed."""
+        ...
+
     def length(self, sequence_id: SequenceId) -> int:
         """Cached positions of an open sequence."""
         ...

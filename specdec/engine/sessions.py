@@ -59,10 +59,27 @@ class Wish:
 
 
 class SessionTable:
-    """Keeps sessions and the runner's caches in step; one thread at a time."""
+    """Keeps sessions and the runner's caches in step; one thread at a time.
 
-    def __init__(self, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        runner: the model.
+        clock: monotonic seconds.
+        on_release: told of every sequence that is freed, before it is.
+        reclaim: frees what the worker can do without and says whether there was any, before sequences give
+        way.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        on_release: Callable[[SequenceId], None] = lambda _: None,
+        reclaim: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._runner = runner
+        self._on_release = on_release
+        self._reclaim = reclaim
         self._clock = clock
         self._sessions: dict[SequenceId, Session] = {}
         self._preempted: dict[SequenceId, Session] = {}
@@ -101,6 +118,7 @@ class SessionTable:
         for sequence_id in sequence_ids:
             self._sessions.pop(sequence_id, None)
             self._preempted.pop(sequence_id, None)
+            self._on_release(sequence_id)
             self._runner.close(sequence_id)
 
     def reconcile(self, heartbeat: Heartbeat) -> None:
@@ -178,6 +196,8 @@ class SessionTable:
             try:
                 return self._runner.reserve(item, wish.num_extra)
             except KVCacheFull:
+                if self._reclaim():
+                    continue
                 youngest = max(self._sessions.values(), key=lambda other: other.serial)
                 if youngest is session:
                     raise

@@ -104,6 +104,20 @@ class SimulatedRunner:
         self._tokens.pop(sequence_id, None)
         self._room.pop(sequence_id, None)
 
+    def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
+        """See `Runner.fork`."""
+        tokens = self._tokens[sequence_id]
+        if length > len(tokens):
+            raise StaleCache(f"sequence {sequence_id}: {length} of {len(tokens)} positions wanted")
+        self.open(copy_id)
+        self._tokens[copy_id] = tokens[:length]
+        self._room[copy_id] = length
+
+    def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
+        self.close(new_id)
+        self._tokens[new_id] = self._tokens.pop(sequence_id)
+        self._room[new_id] = self._room.pop(sequence_id)
+
     def length(self, sequence_id: SequenceId) -> int:
         return len(self._tokens[sequence_id])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from specdec.engine.threads import get_num_threads, set_num_threads
 from specdec.engine.verifying import TargetEngine
 from specdec.messages import Heartbeat, ProposeReply, ProposeRequest, VerifyReply, VerifyRequest, WorkerStatus
 from specdec.types import SequenceId, WorkerId
+
+logger = logging.getLogger(__name__)
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
@@ -133,10 +136,28 @@ class _Worker:
 class DraftWorker(_Worker):
     role = "draft"
     _engine: DraftEngine
+    _num_waiting = 0
+    """Propose calls that have come and are not answered."""
 
     async def propose(self, request: ProposeRequest) -> ProposeReply:
-        """See `DraftEngine.propose`."""
-        return await self._call_model(self._engine.propose, request)
+        """See `DraftEngine.propose`. Afterwards the worker looks ahead, until the next call comes."""
+        self._num_waiting += 1
+        try:
+            reply = await self._call_model(self._engine.propose, request)
+        finally:
+            self._num_waiting -= 1
+        if any(item.fan_out for item in request.items):
+            self._thread.submit(self._run, self._look_ahead)
+        return reply
+
+    def _look_ahead(self) -> None:
+        try:
+            self._engine.look_ahead(self._is_wanted)
+        except Exception:
+            logger.exception("looking ahead failed; drafts are made when they are asked for")
+
+    def _is_wanted(self) -> bool:
+        return self._num_waiting > 0
 
 
 class TargetWorker(_Worker):

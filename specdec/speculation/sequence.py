@@ -15,6 +15,7 @@ from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, V
 from specdec.sampling.noise import Purpose, uniform
 from specdec.speculation.acceptance import SmoothedAcceptance, count_accepted
 from specdec.speculation.log import CommittedLog, cut_block
+from specdec.speculation.pipeline import fan_out
 from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode, WorkerId
 
 
@@ -104,11 +105,16 @@ class SequenceState:
         room = draft_context - num_tokens + 1 if num_tokens <= draft_context else 0
         return max(0, min(policy_gamma, self.max_gamma, room))
 
-    def propose_item(self, gamma: int, chunk_tokens: int) -> ProposeItem:
-        """What to ask of the draft: catch up by at most ``chunk_tokens``, and draft once caught up."""
+    def propose_item(self, gamma: int, chunk_tokens: int, num_branches: int = 0) -> ProposeItem:
+        """What to ask of the draft: catch up by at most ``chunk_tokens``, and draft once caught up.
+
+        With ``num_branches`` it is to look ahead at so many outcomes afterwards.
+        """
         feed = self._feed(self.draft, chunk_tokens, ())
-        is_caught_up = feed.keep + len(feed.token_ids) == len(self.log)
-        return ProposeItem(feed=feed, num_draft_tokens=gamma if is_caught_up else 0)
+        if feed.keep + len(feed.token_ids) < len(self.log):
+            return ProposeItem(feed=feed, num_draft_tokens=0)
+        guesses = fan_out(gamma, self.acceptance.rate, num_branches) if num_branches else ()
+        return ProposeItem(feed=feed, num_draft_tokens=gamma, fan_out=guesses)
 
     def on_proposed(self, item: ProposeItem, draft: Draft) -> Draft | None:
         """Take the draft's answer; None when it is stale or empty.

@@ -55,6 +55,17 @@ class Mirror:
         self.blocks.truncate(sequence, length)
         del self.texts[sequence][length:]
 
+    def fork(self, sequence, other, length):
+        """``other`` begins with what ``sequence`` holds, partly filled blocks included."""
+        self.blocks.fork(sequence, other, length)
+        self.texts[other] = self.texts[sequence][:length]
+
+    def take_over(self, sequence, other):
+        """A prepared continuation becomes the sequence's own."""
+        self.blocks.rename(other, sequence)
+        self.texts[sequence] = self.texts.pop(other)
+        self.open(other)
+
     def reject(self, sequence, num_tokens):
         self.truncate(sequence, max(0, len(self.texts[sequence]) - num_tokens))
 
@@ -191,6 +202,22 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(sequence=SEQUENCES, other=SEQUENCES)
     def begin_like(self, sequence, other):
         self.mirror.begin_like(sequence, other)
+
+    @rule(sequence=SEQUENCES, other=SEQUENCES, missing=st.integers(0, SIZE))
+    def fork(self, sequence, other, missing):
+        if sequence != other:
+            self.mirror.fork(sequence, other, max(0, len(self.mirror.texts[sequence]) - missing))
+
+    @rule(sequence=SEQUENCES, other=SEQUENCES)
+    def take_over(self, sequence, other):
+        if sequence != other:
+            self.mirror.take_over(sequence, other)
+
+    @rule(sequence=SEQUENCES, other=SEQUENCES, beyond=st.integers(1, 5))
+    def fork_too_far(self, sequence, other, beyond):
+        if sequence != other:
+            with pytest.raises(StaleCache):
+                self.mirror.blocks.fork(sequence, other, len(self.mirror.texts[sequence]) + beyond)
 
     @rule(sequence=SEQUENCES, text=TEXTS)
     def fail_half_way(self, sequence, text):

@@ -130,12 +130,17 @@ class System:
 
 @asynccontextmanager
 async def running(
-    targets: Sequence[Target], drafts: Sequence[Draft], *, gamma: int = 4, **coordinator: object
+    targets: Sequence[Target],
+    drafts: Sequence[Draft],
+    *,
+    gamma: int = 4,
+    pipeline: str = "serial",
+    **coordinator: object,
 ) -> AsyncIterator[System]:
     config = AppConfig(
         target=ModelConfig(model="t"),
         draft=DraftConfig(model="d"),
-        speculation=SpeculationConfig(num_speculative_tokens=gamma),
+        speculation=SpeculationConfig(num_speculative_tokens=gamma, pipeline=pipeline),
         coordinator=CoordinatorConfig(**{"poll_interval_s": 0.01, "draft_timeout_s": 0.05, **coordinator}),
     )
     directory = Directory(targets, drafts)
@@ -182,10 +187,29 @@ async def test_text_is_that_of_plain_decoding_and_drafts_were_used(undisturbed):
         await system.is_idle()
 
 
+def slow(num_sequences: int, num_tokens: int) -> float:
+    return 0.004
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+async def test_looking_ahead_changes_no_text_and_prepares_drafts(num_requests):
+    requests = [ask(f"s{number}", prompt=3 + number) for number in range(num_requests)]
+    async with running([Target()], []) as system:
+        plain = [await system.text(request) for request in requests]
+    target = Target(latency=slow)
+    async with running([target], [Draft()], pipeline="lookahead") as system:
+        texts = await asyncio.gather(*(system.text(request) for request in requests))
+        assert texts == plain
+        await system.is_idle()
+    drafts = [item.draft for call, _ in target.handle.rounds for item in call.items if item.draft]
+    assert sum(draft.is_prepared for draft in drafts) > len(drafts) // 3
+
+
+@pytest.mark.parametrize("pipeline", ["serial", "lookahead"])
 @pytest.mark.parametrize("failure", ["dead", "late"])
-async def test_a_draft_that_fails_in_mid_stream_changes_nothing(undisturbed, failure):
+async def test_a_draft_that_fails_in_mid_stream_changes_nothing(undisturbed, failure, pipeline):
     draft = Draft()
-    async with running([Target()], [draft]) as system:
+    async with running([Target()], [draft], pipeline=pipeline) as system:
         ids: list[int] = []
         async with aclosing(system.client.generate(ask())) as chunks:
             async for chunk in chunks:

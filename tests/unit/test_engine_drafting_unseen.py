@@ -133,7 +133,7 @@ def test_penalties_in_the_batch_are_seen_token_by_token(engines):
 
 def test_only_one_look_at_the_device_per_call(monkeypatch):
     looks = []
-    monkeypatch.setattr("specdec.engine.drafting._look_at", lambda steps: looks.append(len(steps)))
+    monkeypatch.setattr("specdec.engine.drafting.look_at", lambda steps: looks.append(len(steps)))
     engine = DraftEngine(decoder_runner(), SUPPORT, draws_unseen=True)
     engine.propose(propose(*requests_of()))
     assert looks == [8]

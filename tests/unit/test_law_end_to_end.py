@@ -40,7 +40,15 @@ def similar_draft(target: ToyLaw, scale: float) -> ToyLaw:
 
 
 async def generate(
-    gamma, target, draft, num_sequences=NUM_SEQUENCES, *, draft_support=64, max_tokens=None, **fields
+    gamma,
+    target,
+    draft,
+    num_sequences=NUM_SEQUENCES,
+    *,
+    draft_support=64,
+    max_tokens=None,
+    pipeline="serial",
+    **fields,
 ):
     """``num_sequences`` outputs of distinct seeds, at least gamma + 3 tokens each."""
     max_tokens = max_tokens or gamma + 3
@@ -48,7 +56,9 @@ async def generate(
         generation(seed, SamplingParams(seed=seed, **fields), prompt=PROMPT, max_tokens=max_tokens)
         for seed in range(num_sequences)
     ]
-    results = await generate_all(app_config(gamma, draft_support=draft_support), target, draft, requests)
+    results = await generate_all(
+        app_config(gamma, draft_support=draft_support, pipeline=pipeline), target, draft, requests
+    )
     assert all(len(result.token_ids) == max_tokens for result in results)
     assert all(result.finish_reason == "length" for result in results)
     return results
@@ -123,6 +133,20 @@ async def test_rejection_follows_the_target_with_eight_draft_tokens():
     results = await generate(8, target, similar_draft(target, 0.25), mode=REJECTION)
     assert 0.5 < acceptance(results) < 0.9
     assert_windows_follow(results, target, SamplingParams(), num_tokens=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [REJECTION, COUPLED])
+async def test_looking_ahead_leaves_the_law_and_in_coupled_mode_every_token(mode):
+    """Output tokens 1 to gamma + 2."""
+    target = toy_law("normal", 5, 11)
+    draft = similar_draft(target, 0.4)
+    results = await generate(3, target, draft, 4_000, mode=mode, pipeline="lookahead")
+    assert 0.5 < acceptance(results) < 0.9
+    assert_windows_follow(results, target, SamplingParams(), num_tokens=5)
+    if mode is COUPLED:
+        serial = await generate(3, target, draft, NUM_COMPARED, mode=mode)
+        assert [r.token_ids for r in serial] == [r.token_ids for r in results[:NUM_COMPARED]]
 
 
 @pytest.mark.slow
