@@ -37,7 +37,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--gamma", type=int, default=2, help="draft tokens a round, of every peer")
+    parser.add_argument("--gamma", type=int, default=2, help="draft tokens a round, of every other peer")
+    parser.add_argument("--specdec-gamma", default="auto", help="specdec's: auto, or a number")
     parser.add_argument(
         "--long-prompt", type=int, default=1500, help="tokens of the prompt whose TTFT is measured"
     )
@@ -76,7 +77,7 @@ def start_peers(args: argparse.Namespace, folder: Path, stack: ExitStack) -> dic
 
     if args.specdec_source:
         os.environ["PYTHONPATH"] = str(args.specdec_source.absolute())
-    add(servers.start_specdec(folder / "specdec", draft=draft, gamma=args.gamma, **common))
+    add(servers.start_specdec(folder / "specdec", draft=draft, gamma=args.specdec_gamma, **common))
     if "vllm" not in left_out:
         add(servers.start_vllm(folder / "vllm", ensure(VLLM, args.venvs), **common))
     if "vllm_draft" not in left_out:
@@ -170,7 +171,7 @@ def main() -> None:
         todo = [step for step in steps(settings, PromptIds(args.target)) if step.peer in peers]
         runs, foreign = run_rounds(peers, todo, args)
     figures = report.medians(runs)
-    compared = report.ratios(runs, report.ratio_rows(concurrency, args.gamma))
+    compared = report.ratios(runs, report.ratio_rows(concurrency))
     print(report.markdown(figures, compared, limits["target_tokens_per_s_limit"]))
     if foreign["max"] > args.foreign_cores:
         print(
@@ -180,7 +181,13 @@ def main() -> None:
         # Run as a package, whose file is __main__.py.
         "command": " ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
         "versions": versions(args),
-        "pair": {"target": args.target, "draft": args.draft, "dtype": args.dtype, "gamma": args.gamma},
+        "pair": {
+            "target": args.target,
+            "draft": args.draft,
+            "dtype": args.dtype,
+            "gamma": args.gamma,
+            "specdec_gamma": args.specdec_gamma,
+        },
         "rounds": args.rounds,
         "max_tokens": args.max_tokens,
         "cores_used_by_others": foreign,

@@ -116,7 +116,9 @@ def _num_requests(streams: int) -> int:
 
 def _load(server: Server, *, max_tokens: int, gamma: int, temperature: float) -> Load:
     is_specdec = server.name == "specdec"
-    speculative = {"speculative": {"num_speculative_tokens": gamma, "metrics": True}}
+    # Speculation is the server's to adapt; a request can only do without.
+    cap = {} if gamma else {"num_speculative_tokens": 0}
+    speculative = {"speculative": {**cap, "metrics": True}}
     return Load(
         endpoint=Endpoint.parse(server.url),
         model=server.model,

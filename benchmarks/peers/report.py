@@ -19,7 +19,7 @@ def _medians(of_step: list[dict[str, float]]) -> dict[str, float]:
     return {**row, "tokens_per_s_min": round(min(speeds), 3), "tokens_per_s_max": round(max(speeds), 3)}
 
 
-def ratio_rows(concurrency: tuple[int, ...], gamma: int) -> list[tuple[str, str, str, str]]:
+def ratio_rows(concurrency: tuple[int, ...]) -> list[tuple[str, str, str, str]]:
     """Name, numerator, denominator, and which figure of theirs."""
     speed = "tokens_per_s"
     rows = []
@@ -30,14 +30,14 @@ def ratio_rows(concurrency: tuple[int, ...], gamma: int) -> list[tuple[str, str,
             (f"{name} ÷ transformers", f"specdec_plain_{streams}", f"transformers_plain_{streams}", speed)
         )
     for streams in concurrency:
-        name = f"γ = {gamma}, {streams} stream{'s' if streams > 1 else ''}"
+        name = f"speculative, {streams} stream{'s' if streams > 1 else ''}"
         ours = f"specdec_draft_{streams}"
         rows.append((f"{name} ÷ own plain", ours, f"specdec_plain_{streams}", speed))
         rows.append((f"{name} ÷ vLLM plain", ours, f"vllm_plain_{streams}", speed))
         rows.append((f"{name} ÷ vLLM with draft", ours, f"vllm_draft_{streams}", speed))
     rows.append(
         (
-            f"γ = {gamma}, 1 stream ÷ transformers assisted",
+            "speculative, 1 stream ÷ transformers assisted",
             "specdec_draft_1",
             "transformers_assisted_1",
             speed,
@@ -45,7 +45,7 @@ def ratio_rows(concurrency: tuple[int, ...], gamma: int) -> list[tuple[str, str,
     )
     rows.append(
         (
-            f"γ = {gamma}, temperature 1, 1 stream ÷ own plain",
+            "speculative, temperature 1, 1 stream ÷ own plain",
             "specdec_draft_1_temperature_1",
             "specdec_plain_1_temperature_1",
             speed,

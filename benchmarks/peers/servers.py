@@ -60,7 +60,7 @@ class Server:
             return False
 
 
-def start_specdec(folder: Path, target: str, draft: str, dtype: str, gamma: int) -> Server:
+def start_specdec(folder: Path, target: str, draft: str, dtype: str, gamma: int | str) -> Server:
     """With its draft; plain decoding is asked for by the request."""
     folder.mkdir()
     models = {"target": {"model": target, "dtype": dtype}, "draft": {"model": draft, "dtype": dtype}}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import Any
 
 import httpx
 import ray
@@ -64,8 +69,9 @@ class RunningServer:
     def __enter__(self) -> RunningServer:
         if self._address is None:
             self._check_ports()
-        _start_ray(self._address)
         try:
+            with _no_signal_lost():
+                _start_ray(self._address)
             self._deploy()
         except BaseException:
             self._stop()
@@ -177,6 +183,37 @@ def _start_ray(address: str | None) -> None:
         log_to_driver=False,
         logging_level="ERROR",
     )
+
+
+@contextmanager
+def _no_signal_lost() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end for a SIGTERM or SIGINT that came and ended nothing.
+
+    Ray's own handler raises, and what is raised while Python forks is ignored, but for a traceback. The wake-up
+    descriptor is told of every signal, whatever becomes of its handler.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        hook, sys.unraisablehook = sys.unraisablehook, _ignore_exits
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            sys.unraisablehook = hook
+        with suppress(BlockingIOError):
+            if {signal.SIGTERM, signal.SIGINT} & set(reader.recv(4096)):
+                raise KeyboardInterrupt
+
+
+def _ignore_exits(unraisable: Any) -> None:
+    if not issubclass(unraisable.exc_type, SystemExit | KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
 
 
 def _root_cause(messages: list[str]) -> str:
