@@ -189,8 +189,8 @@ def _start_ray(address: str | None) -> None:
 def _no_signal_lost() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end for a SIGTERM or SIGINT that came and ended nothing.
 
-    Ray's own handler raises, and what is raised while Python forks is ignored, but for a traceback. The wake-up
-    descriptor is told of every signal, whatever becomes of its handler.
+    Ray's own handler raises, and what is raised while Python forks is ignored, but for a traceback. The
+    wake-up descriptor is told of every signal, whatever becomes of its handler.
     """
     if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield

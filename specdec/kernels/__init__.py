@@ -1,4 +1,4 @@
-"""Small CPU operations of a decoder, compiled by numba: what is left of a step once the matmuls are oneDNN's.
+"""CPU operations of a decoder, compiled by numba: all but the matmuls, and those too where oneDNN has none.
 
 Arrays hold float32, or bfloat16 as the bits of an int16 (numpy knows no bfloat16); arithmetic is float32.
 """
