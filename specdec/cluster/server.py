@@ -32,10 +32,13 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # The HTTP proxy reads gateways' answers over gRPC, not one Ray object per frame.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
-    # The controller looks after everything ten times a second otherwise: 4 % of a core.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 """Read by every process of Serve at its start; see docs/decisions/0010-way-to-the-client.md."""
+PRIVATE_ENVIRONMENT = {
+    # Serve's controller looks after everything ten times a second otherwise: 4 % of one of few cores.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+}
+"""In addition, where this machine is the whole cluster."""
 MAX_ERROR_CHARS = 400
 
 
@@ -170,7 +173,8 @@ def _start_ray(address: str | None) -> None:
     # What Serve tells its driver is for its own log files; people get our lines.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in SERVE_ENVIRONMENT.items():
+    settings = SERVE_ENVIRONMENT if address else {**SERVE_ENVIRONMENT, **PRIVATE_ENVIRONMENT}
+    for name, value in settings.items():
         os.environ.setdefault(name, value)  # a private Ray's processes inherit it
     if address is not None:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")

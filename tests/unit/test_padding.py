@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.config import AppConfig, DraftConfig, ModelConfig
+from specdec.config import AppConfig, DraftConfig, ModelConfig, SpeculationConfig
 from specdec.coordinator.local import run_local
 from specdec.engine.runner import ForwardItem
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
@@ -30,7 +30,12 @@ class PaddedRunner(SimulatedRunner):
 async def test_padded_ids_are_never_emitted_and_change_no_text(mode: VerificationMode) -> None:
     law = ToyLaw.random(VOCAB_SIZE, seed=3, scale=1.5)
     draft_law = law.perturbed(seed=4, scale=0.5)
-    config = AppConfig(target=ModelConfig(model="t"), draft=DraftConfig(model="d"))
+    config = AppConfig(
+        target=ModelConfig(model="t"),
+        draft=DraftConfig(model="d"),
+        # In rejection mode gamma decides which noise is used, and left to itself it follows measured times.
+        speculation=SpeculationConfig(num_speculative_tokens=2),
+    )
     texts = []
     for target, draft in (
         (SimulatedRunner(law), SimulatedRunner(draft_law)),

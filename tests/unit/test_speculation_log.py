@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.speculation.log import CommittedLog, cut_block
-from specdec.speculation.policy import FixedGamma
+from specdec.speculation.policy import Candidate, FixedGamma
 from specdec.speculation.stats import AcceptanceCounter
 from specdec.types import SpeculationStats, StopCriteria
 
@@ -136,4 +136,7 @@ def test_more_accepted_than_drafted_is_our_bug(num_drafted, num_accepted):
 @pytest.mark.parametrize("gamma", [0, 1, 8])
 def test_fixed_gamma_is_the_same_at_any_load(gamma):
     policy = FixedGamma(gamma)
-    assert [policy.num_speculative_tokens(batch_size) for batch_size in (1, 32, 1000)] == [gamma] * 3
+    for batch_size in (1, 32, 1000):
+        policy.on_verified(batch_size, 10.0)
+        policy.on_proposed(batch_size, 1, 10.0)
+        assert policy.choose([Candidate(0.0, 1, 5)] * batch_size) == [gamma] * batch_size
