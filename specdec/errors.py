@@ -25,8 +25,8 @@
      x KVCacheFull                      -     -                    sequence waits, or runs without draft
      x InvariantViolation               500   INTERNAL             no: our bug
 
-Errors cross process boundaries pickled, so every class takes positional arguments and hands them to
-``super().__init__``.
+Errors cross process boundaries as their class's name, message and param (`specdec.transport`), or pickled
+within Ray, so every class takes these two alone.
 """
 
 from __future__ import annotations

@@ -73,14 +73,15 @@ class Door:
 
     def __init__(self, server: CallServer) -> None:
         self._server = server
-        self._endpoint: asyncio.Task[Endpoint] | None = None
+        self._endpoint: Endpoint | None = None
+        self._opening = asyncio.Lock()
 
     async def endpoint(self) -> Endpoint:
         """Where it is: at the address by which Ray knows this machine."""
-        if self._endpoint is None:
-            start = self._server.start(ray.util.get_node_ip_address())
-            self._endpoint = asyncio.get_running_loop().create_task(start)
-        return await asyncio.shield(self._endpoint)
+        async with self._opening:
+            if self._endpoint is None:
+                self._endpoint = await self._server.start(ray.util.get_node_ip_address())
+            return self._endpoint
 
 
 class _WorkerReplica:

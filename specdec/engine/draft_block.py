@@ -209,7 +209,8 @@ def look_at(steps: list[Step]) -> None:
     if laws:
         support_ids = iter(torch.cat([ids for ids, _ in laws]).to(torch.int32).cpu().numpy())
         support_probs = iter(torch.cat([probs for _, probs in laws]).cpu().numpy())
-    guesses = [step.guesses.tolist() for step in steps]
+    # Without guesses there is nothing to wait for.
+    guesses = [step.guesses.tolist() if step.guesses.shape[1] else [()] * len(step.blocks) for step in steps]
     for step, guessed in zip(steps, guesses, strict=True):
         by_law = set(map(id, step.drafted_by_law))
         for block, others in zip(step.blocks, guessed, strict=True):

@@ -58,11 +58,7 @@ class DraftEngine:
 
     def look_ahead(self, is_interrupted: Callable[[], bool]) -> None:
         """Prepare the next blocks, until there is something better to do."""
-        try:
-            self._ahead.run(is_interrupted)
-        except Exception:
-            self._ahead.abandon()
-            raise
+        self._ahead.run(is_interrupted)
 
     def _take_prepared(self, request: ProposeRequest) -> dict[SequenceId, Draft]:
         drafts: dict[SequenceId, Draft] = {}

@@ -75,8 +75,6 @@ class LookAhead:
         self._runner = runner
         self._drawer = drawer
         self._roots: dict[SequenceId, _Root] = {}
-        self._must_feed = False
-        """Whether a sequence was answered before what it was fed had been computed."""
 
     @property
     def is_pending(self) -> bool:
@@ -91,7 +89,8 @@ class LookAhead:
         Args:
             item: what was asked for.
             block: what was answered.
-            to_feed: tokens behind the session's that the cache lacks; there is room for them.
+            to_feed: tokens behind the session's that the cache lacks; behind an empty block there is room for
+                them.
             context_len: tokens in front of the block.
         """
         self.drop(item.feed.sequence_id)
@@ -147,7 +146,7 @@ class LookAhead:
             root.branches.clear()
         return bool(branches)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Forget everything, after a failure."""
         for sequence_id in list(self._roots):
             self.drop(sequence_id)
@@ -172,6 +171,13 @@ class LookAhead:
         return None
 
     def _step(self, roots: Sequence[_Root], branches: Sequence[_Branch]) -> None:
+        try:
+            self._go_on(roots, branches)
+        except Exception:
+            self._abandon()  # what the caches hold is not known any more
+            raise
+
+    def _go_on(self, roots: Sequence[_Root], branches: Sequence[_Branch]) -> None:
         """One forward over what is open: the next tokens of branches, and guesses behind whole blocks."""
         roots = [root for root in roots if root.to_feed]
         items = [_item(root.session, root.to_feed) for root in roots]

@@ -1,6 +1,5 @@
 """The compiled CPU loops against torch and plain float64: tight in float32, one rounding in bfloat16."""
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from specdec.engine.kv_layout import BlockLayer, FlatLayer, make_layer
 from specdec.engine.threads import set_num_threads
 from specdec.kernels import as_array, layers, scalars, simd
 from specdec.kernels.attention import BLOCK, CHUNK
+from tests.kernel_threads import kernel_threads
 
 set_num_threads(1)
 
@@ -24,12 +24,8 @@ BFLOAT16_ROUNDING = 2.0**-8
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} threads")
 def num_threads(request):
-    if request.param > numba.config.NUMBA_NUM_THREADS:
-        pytest.skip("this machine has fewer cores")
-    before = numba.get_num_threads()
-    numba.set_num_threads(request.param)
-    yield request.param
-    numba.set_num_threads(before)
+    with kernel_threads(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -8,6 +8,7 @@ from specdec.engine.decoder import weights
 from specdec.engine.decoder.weights import OneDnnLinear, PanelLinear, TorchLinear, make_linear
 from specdec.engine.threads import set_num_threads
 from specdec.kernels import as_array, matmul
+from tests.kernel_threads import kernel_threads
 
 set_num_threads(1)
 
@@ -18,12 +19,8 @@ SHAPES = [(1, 1), (16, 8), (17, 3), (37, 576), (64, 40), (200, 1536)]
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda count: f"{count} threads")
 def num_threads(request):
-    if request.param > numba.config.NUMBA_NUM_THREADS:
-        pytest.skip("this machine has fewer cores")
-    before = numba.get_num_threads()
-    numba.set_num_threads(request.param)
-    yield request.param
-    numba.set_num_threads(before)
+    with kernel_threads(request.param):
+        yield request.param
 
 
 def normal(*shape, seed=0, dtype=torch.bfloat16):
