@@ -25,7 +25,7 @@ from specdec.transport.methods import CANCEL, PROPOSE, RELEASE, SUBMIT, UPDATES,
 
 if TYPE_CHECKING:
     # The engine imports torch, which only worker processes should pay for.
-    from specdec.engine.worker import DraftWorker, TargetWorker
+    from specdec.engine.worker import DraftWorker, ModelThread, TargetWorker
 
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,14 @@ def _on_assigned_device(model: ModelConfig) -> ModelConfig:
         return model
     gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return model.model_copy(update={"device": "cuda:0" if gpu_ids else "cpu"})
+
+
+def _pin(model: ModelConfig, thread: ModelThread) -> None:
+    """Bind a loaded model's threads to cores, if its configuration allows it."""
+    from specdec.engine.threads import pin_threads
+
+    if model.pin_threads and model.device == "cpu" and thread.run(pin_threads):
+        logger.info("each of the model's threads has a core of its own")
 
 
 class Door:
@@ -129,6 +137,7 @@ class DraftWorkerReplica(_WorkerReplica):
         runner = thread.run(
             lambda: load_runner(model, vocab_size=pair.vocab_size, max_context=pair.draft_context)
         )
+        _pin(model, thread)
         engine = DraftEngine(runner, config.speculation.draft_support)
         self._worker = DraftWorker(
             engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
@@ -155,6 +164,7 @@ class TargetWorkerReplica(_WorkerReplica):
         runner = thread.run(
             lambda: load_runner(model, vocab_size=info.vocab_size, max_context=info.max_context)
         )
+        _pin(model, thread)
         engine = TargetEngine(runner)
         self._worker = TargetWorker(
             engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread

@@ -1,15 +1,20 @@
-"""The number of CPU threads, for torch and for our kernels, which share one team of them."""
+"""The CPU threads of a model, for torch and for our kernels, which share one team of them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from typing import Any
 
 import numba
+import numpy as np
 import torch
 
 # torch brings libgomp, and numba's OpenMP layer then uses the same: one team of threads for both. A second
 # team would compete with the first for the cores.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+_BITS_PER_WORD = 64
 
 
 def set_num_threads(num_threads: int | None) -> None:
@@ -22,3 +27,37 @@ def set_num_threads(num_threads: int | None) -> None:
 def get_num_threads() -> int:
     """Of the calling thread."""
     return torch.get_num_threads()
+
+
+def pin_threads() -> bool:
+    """Give every thread of the calling thread's team a core of its own, if it has as many as there are cores.
+
+    A thread that was pushed off its core by another process may else be put on the core of its partner. Then
+    both take turns there, each waiting for the other at the next barrier, beside an idle core: nothing
+    moves them apart. A team smaller than the machine is left alone, since others may have been given the same
+    first cores.
+
+    Returns:
+        Whether they were pinned.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 or get_num_threads() != len(cores) or numba.get_num_threads() != len(cores):
+        return False
+    masks = np.zeros((len(cores), cores[-1] // _BITS_PER_WORD + 1), np.uint64)
+    for thread, core in enumerate(cores):
+        masks[thread, core // _BITS_PER_WORD] = np.uint64(1) << np.uint64(core % _BITS_PER_WORD)
+    return not _pin_each(masks).any()
+
+
+_sched_setaffinity = ctypes.CDLL(None).sched_setaffinity
+_sched_setaffinity.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
+_sched_setaffinity.restype = ctypes.c_int
+
+
+@numba.njit(parallel=True)  # type: ignore[untyped-decorator]
+def _pin_each(masks: Any) -> Any:
+    """Each thread of the team takes one row of masks; 0 for each that was accepted."""
+    results = np.ones(len(masks), np.int32)
+    for row in numba.prange(len(masks)):
+        results[row] = _sched_setaffinity(0, masks.shape[1] * 8, masks[row:].ctypes)
+    return results

@@ -14,8 +14,9 @@ from specdec import errors, messages, types
 from specdec.engine import sessions
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
+from specdec.engine.threads import pin_threads, set_num_threads
 from specdec.engine.verifying import TargetEngine
-from specdec.engine.worker import DraftWorker, TargetWorker
+from specdec.engine.worker import DraftWorker, ModelThread, TargetWorker
 from specdec.errors import KVCacheFull
 from specdec.messages import Heartbeat
 from specdec.transport.codec import Decoder, encode
@@ -345,3 +346,26 @@ def test_every_message_is_tested():
     defined = {value for value in vars(messages).values() if is_dataclass(value)}
     own = {value for value in defined if value.__module__ == messages.__name__}
     assert own == {type(message) for message in MESSAGES if type(message).__module__ == messages.__name__}
+
+
+def test_pinned_threads_have_a_core_each_and_no_one_else_has():
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    thread = ModelThread()
+    thread.run(lambda: set_num_threads(None))
+    assert thread.run(pin_threads)
+    affinities = [os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")]
+    pinned = [affinity for affinity in affinities if len(affinity) == 1]
+    assert set().union(*pinned) == cores
+    assert len(thread.run(lambda: os.sched_getaffinity(0))) == 1
+    assert os.sched_getaffinity(0) == cores
+    thread.shutdown()
+
+
+def test_team_smaller_than_the_machine_is_not_pinned():
+    thread = ModelThread()
+    thread.run(lambda: set_num_threads(1))
+    assert not thread.run(pin_threads)
+    assert thread.run(lambda: os.sched_getaffinity(0)) == os.sched_getaffinity(0)
+    thread.shutdown()

@@ -29,9 +29,15 @@ class CpuStep:
         # Rows behind the tokens' stay 0 here, and what is made of them is never read.
         self._normed = torch.zeros(num_rows, weights.hidden_size, dtype=dtype)
         self._query = torch.empty(num_tokens, weights.num_heads, weights.head_dim, dtype=dtype)
-        self._attended = torch.zeros(num_rows, weights.num_heads, weights.head_dim, dtype=dtype)
+        self._attended = torch.zeros(num_rows, weights.num_heads * weights.head_dim, dtype=dtype)
+        self._attended_heads = self._attended.view(num_rows, weights.num_heads, weights.head_dim)
         self._gated: torch.Tensor | None = None
         self._is_silu = weights.activation == "silu"
+        self._take_arrays()
+
+    def _take_arrays(self) -> None:
+        """Ask the buffers for their memory once, and not in every layer."""
+        self._residual_array, self._normed_array = self._residual.numpy(), as_array(self._normed)
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,16 +45,15 @@ class CpuStep:
 
     def begin(self, embedded: torch.Tensor) -> None:
         self._residual = torch.zeros_like(embedded, dtype=torch.float32)
+        self._take_arrays()
 
     def add_and_norm(self, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
-        kernels.add_and_norm(
-            self._residual.numpy(), as_array(delta), norm.weight.numpy(), norm.eps, as_array(self._normed)
-        )
+        kernels.add_and_norm(self._residual_array, as_array(delta), norm.array, norm.eps, self._normed_array)
         return self._normed
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         normed = torch.empty_like(x)
-        kernels.norm(as_array(x), norm.weight.numpy(), norm.eps, as_array(normed))
+        kernels.norm(as_array(x), norm.array, norm.eps, as_array(normed))
         return normed
 
     def attend(self, layer_idx: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
@@ -61,17 +66,16 @@ class CpuStep:
             as_array(heads),
             batch.positions,
             batch.slots,
-            layer.rope.cos.numpy(),
-            layer.rope.sin.numpy(),
-            _NO_WEIGHT if layer.q_norm is None else layer.q_norm.weight.numpy(),
-            _NO_WEIGHT if layer.k_norm is None else layer.k_norm.weight.numpy(),
+            *layer.rope.arrays,
+            _NO_WEIGHT if layer.q_norm is None else layer.q_norm.array,
+            _NO_WEIGHT if layer.k_norm is None else layer.k_norm.array,
             0.0 if layer.q_norm is None else layer.q_norm.eps,
             as_array(self._query),
             cached.key_array,
             cached.value_array,
         )
-        cpu_attention.attend_into(self._query, cached, batch, layer.traits, self._attended)
-        return self._attended.flatten(1)
+        cpu_attention.attend_into(self._query, cached, batch, layer.traits, self._attended_heads)
+        return self._attended
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._gated is None:
@@ -84,3 +88,4 @@ class CpuStep:
         self._residual = self._residual[rows]
         num_rows = self._weights.head.padded_rows(len(rows))
         self._normed = torch.zeros(num_rows, self._weights.hidden_size, dtype=self._weights.dtype)
+        self._take_arrays()
