@@ -18,8 +18,9 @@ from rich.table import Table
 
 from specdec import __version__
 from specdec.config import AppConfig, parse_config
-from specdec.errors import SpecDecError
+from specdec.errors import ConfigError, SpecDecError
 from specdec.lab.bench.command import app as bench_app
+from specdec.lab.simulate.command import simulate
 
 READY_TIMEOUT_S = 1800.0
 """Large models take their time to download and load; a failure ends the wait at once."""
@@ -32,6 +33,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Embedded models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.command("simulate")(simulate)
 
 console = Console(stderr=True, highlight=False)
 """Messages for people; standard output is for results."""
@@ -79,10 +81,23 @@ def serve(
     address: Annotated[
         str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; default: start one here.")
     ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the file, like args.speculation.pipeline=lookahead; may be given again.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a draft/target pair over HTTP and gRPC until Ctrl-C."""
     # Imported here: the other commands need no Ray.
-    from specdec.cluster.deploy_config import DeployConfig, default_deploy_config, load_deploy_config
+    from specdec.cluster.deploy_config import (
+        DeployConfig,
+        default_deploy_config,
+        load_deploy_config,
+        parse_settings,
+    )
     from specdec.cluster.server import RunningServer
 
     def load(overrides: dict[str, object]) -> DeployConfig:
@@ -91,6 +106,7 @@ def serve(
         return default_deploy_config(overrides, num_gpus=_count_gpus() if address is None else 0)
 
     overrides = _overrides(target, draft, num_speculative_tokens, host, http_port, grpc_port)
+    overrides |= parse_settings(setting or [])
     deploy = load(overrides)
     if dtype is not None:
         models = ["target", "draft"] if deploy.app.draft else ["target"]
@@ -110,6 +126,34 @@ def serve(
         )
         signals.wait()
         console.print("stopping")
+
+
+@bench_app.command("pipeline")
+def bench_pipeline(
+    only: Annotated[str | None, typer.Option(help="Scenarios whose name contains this.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each choice; medians count.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of one measurement.")] = 4.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+) -> None:
+    """Measure drafting ahead and γ by measurement: real coordinator, simulated devices in separate actors."""
+    from specdec.cluster.attached import attached
+    from specdec.lab.pipeline import run as pipeline
+    from specdec.lab.pipeline.plan import SCENARIOS, figures
+
+    scenarios = [scenario for scenario in SCENARIOS if only is None or only in scenario.name]
+    if not scenarios:
+        raise ConfigError(f"--only {only!r}: one of {', '.join(scenario.name for scenario in SCENARIOS)}")
+    with console.status("starting") as status:
+        results = pipeline.run(
+            scenarios,
+            attached,
+            rounds=rounds,
+            counted_s=seconds,
+            on_step=lambda text: status.update(escape(text)),
+        )
+    Console().print(pipeline.table(list(figures(results))))
+    if json_file is not None:
+        pipeline.write_json(json_file, results, {"rounds": rounds, "seconds": seconds})
 
 
 class _Signals:
@@ -169,16 +213,14 @@ def _count_gpus() -> int:
 
 def _preflight(config: AppConfig) -> None:
     """Fetch embedded models and check the pair here, where an error is one clear line."""
-    from specdec.models import check_pair, model_info
+    from specdec.cluster.served import target_info
 
     for model in (config.target, config.draft):
-        if model is not None:
+        if model is not None and config.simulation is None:
             _pull_if_embedded(model.model)
+    target_info(config)
     if config.draft is None:
-        model_info(config.target.model)
         console.print("no draft model: plain decoding")
-    else:
-        check_pair(config.target.model, config.draft.model)
 
 
 def _pull_if_embedded(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specdec.errors import ConfigError
+from specdec.types import Overlap
 
 MAX_SPECULATIVE_TOKENS = 32
 """Upper bound of ``num_speculative_tokens`` everywhere."""
@@ -63,17 +64,14 @@ class SpeculationConfig(_Section):
     it."""
     max_speculative_tokens: int = Field(default=8, ge=1, le=MAX_SPECULATIVE_TOKENS)
     """Most that ``auto`` drafts."""
-    pipeline: Literal["serial", "lookahead"] = "serial"
-    """``lookahead``: while the target verifies, the draft prepares the next block for the likely outcomes. It
-    pays where draft and target have devices of their own."""
+    pipeline: Overlap | Literal["auto"] = "auto"
+    """``serial``: draft, then verify. ``lookahead``: while the target verifies, the draft prepares the next
+    block for the likely outcomes. ``groups``: half of the sequences are drafted for while the other half is
+    verified. ``auto``: whichever is fastest; serial where draft and target compute on one device."""
     lookahead_branches: int = Field(default=8, ge=1, le=64)
-    """Outcomes per sequence that are prepared for."""
+    """Outcomes per sequence that are prepared for, at most."""
     draft_support: int = Field(default=64, ge=1, le=256)
     """K: tokens kept in the draft's truncated law in rejection mode."""
-
-    @property
-    def num_branches(self) -> int:
-        return self.lookahead_branches if self.pipeline == "lookahead" else 0
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
@@ -83,6 +81,35 @@ class SpeculationConfig(_Section):
         if not str(value).isdecimal() or int(str(value)) > MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"must be 'auto' or an integer in [0, {MAX_SPECULATIVE_TOKENS}]")
         return int(str(value))
+
+
+class StepTimes(_Section):
+    """What a simulated model's forward takes."""
+
+    step_s: float = Field(ge=0)
+    """Seconds, whatever is fed."""
+    token_s: float = Field(default=0.0, ge=0)
+    """Seconds more for each token."""
+
+    def of(self, num_sequences: int, num_tokens: int) -> float:
+        """Seconds of a forward."""
+        return self.step_s + self.token_s * num_tokens
+
+
+class SimulationConfig(_Section):
+    """Simulated models in place of real ones: laws that are known, on devices as fast as they are told to
+    be.
+    """
+
+    law: Literal["greedy", "sampled"] = "greedy"
+    """``greedy``: the target's greedy choice is the draft's with a probability of ``acceptance_rate``;
+    ``sampled``: smooth laws that overlap by it."""
+    acceptance_rate: float = Field(default=0.8, ge=0, le=1)
+    vocab_size: int = Field(default=1000, ge=10, le=50_000)
+    max_context: int = Field(default=8192, gt=1)
+    seed: int = Field(default=0, ge=0)
+    target: StepTimes = StepTimes(step_s=0.016)
+    draft: StepTimes = StepTimes(step_s=0.002)
 
 
 class CoordinatorConfig(_Section):
@@ -141,6 +168,8 @@ class AppConfig(_Section):
     """None serves the target alone."""
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """The name clients use; None takes ``target.model``."""
+    simulation: SimulationConfig | None = None
+    """Simulated models; the names of ``target`` and ``draft`` are only labels then."""
     speculation: SpeculationConfig = SpeculationConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     gateway: GatewayConfig = GatewayConfig()

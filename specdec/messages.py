@@ -102,6 +102,8 @@ class Lost:
 class ProposeReply:
     drafts: tuple[Draft, ...]
     lost: tuple[Lost, ...] = ()
+    is_ahead: bool = True
+    """All that was to be prepared since the last call had been."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,8 @@ class WorkerStatus:
     pid: int
     node_id: str
     model: str
+    device: str
+    """What it computes on; on one node the same name is the same device."""
     vocab_size: int
     """Ids the tokenizer knows; padded rows beyond are never emitted."""
     max_context: int
@@ -220,3 +224,5 @@ class CoordinatorStatus:
     num_output_tokens: int
     num_sequence_rounds: int
     """Rounds that committed tokens, counted once per sequence."""
+    num_prepared_drafts: int
+    """Of the spec steps, those whose draft had been prepared while the target verified the block before."""

@@ -18,6 +18,12 @@ WorkerId = NewType("WorkerId", str)
 FinishReason = Literal["stop", "length"]
 """Why a sequence ended well: an EOS or stop token or string, or a cap on its length."""
 
+Pipeline = Literal["serial", "lookahead", "auto"]
+"""``lookahead``: while the target verifies, the draft prepares the next block for the likely outcomes."""
+
+Overlap = Literal["serial", "lookahead", "groups"]
+"""``groups``: half of the sequences are drafted for while the other half is verified."""
+
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature decoding is greedy: the law is a point mass to float32 accuracy."""
 
@@ -95,6 +101,8 @@ class GenerationRequest:
     stop: StopCriteria
     max_draft_tokens: int | None = None
     """The client's cap on draft tokens per round; 0 is plain decoding, None leaves it to the deployment."""
+    pipeline: Pipeline | None = None
+    """What the client asks for; None leaves it to the deployment."""
     output_ids: tuple[int, ...] = ()
     """Tokens committed elsewhere before: generation goes on behind them."""
 
@@ -141,6 +149,8 @@ class TokenChunk:
     """Draft tokens this round verified."""
     num_accepted: int = 0
     """How many of them were accepted: the first of ``token_ids``, unless the sequence ended before."""
+    is_prepared: bool = False
+    """The draft was made while the target verified the block before."""
     finish_reason: FinishReason | None = None
     """Set on a sequence's last chunk if it ended well."""
     error: str | None = None

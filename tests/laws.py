@@ -200,19 +200,8 @@ def count_tuples(rows: Iterable[Sequence[int]], vocab_size: int, num_tokens: int
 # The real system in process -------------------------------------------------------------------------------
 
 
-class _TableLaw(ToyLaw):
-    """A toy law with its rows cut out beforehand: tests ask for millions of them."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__(logits)
-        self._rows = [list(rows.unbind()) for rows in logits.unbind()]
-
-    def row(self, context: Sequence[int]) -> torch.Tensor:
-        return self._rows[context[-2] if len(context) > 1 else 0][context[-1]]
-
-
 def runner(law: ToyLaw, *, max_context: int = 4096) -> SimulatedRunner:
-    return SimulatedRunner(_TableLaw(law._logits.to(torch.float32)), max_context=max_context)
+    return SimulatedRunner(ToyLaw(law._logits.to(torch.float32)), max_context=max_context)
 
 
 def app_config(

@@ -161,6 +161,24 @@ def apply_overrides(values: object, overrides: Mapping[str, object]) -> dict[str
     return tree
 
 
+def parse_settings(settings: Iterable[str]) -> dict[str, object]:
+    """``KEY=VALUE`` as overrides for `apply_overrides`; a value is read as YAML: 4, true, null, [1, 2].
+
+    Raises:
+        ConfigError: there is no ``=``, no key, or the value is not YAML.
+    """
+    overrides: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"--set {setting!r}: KEY=VALUE is expected, like args.target.dtype=float32")
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {setting!r}: the value is not YAML") from error
+    return overrides
+
+
 def _only_application(tree: dict[str, Any]) -> dict[str, Any]:
     applications = tree.get("applications")
     if not (isinstance(applications, list) and len(applications) == 1 and isinstance(applications[0], dict)):

@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.handles import ServeDirectory
+from specdec.cluster.served import load_draft, load_target
 from specdec.config import AppConfig, ModelConfig
 from specdec.coordinator.coordinator import Coordinator
 from specdec.errors import WorkerError
@@ -66,6 +67,14 @@ def _on_assigned_device(model: ModelConfig) -> ModelConfig:
         return model
     gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return model.model_copy(update={"device": "cuda:0" if gpu_ids else "cpu"})
+
+
+def _device_name(config: AppConfig, model: ModelConfig, worker_id: str) -> str:
+    """Equal for workers of a node that share a device; each sees the GPU that is its own as number 0."""
+    if config.simulation is not None:
+        return worker_id
+    gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return f"gpu {','.join(gpu_ids)}" if model.device.startswith("cuda") and gpu_ids else model.device
 
 
 def _pin(model: ModelConfig, thread: ModelThread) -> None:
@@ -128,19 +137,19 @@ class DraftWorkerReplica(_WorkerReplica):
         worker_id, node_id = set_up_process()
         prepare_threads(config.draft)
         from specdec.engine.drafting import DraftEngine
-        from specdec.engine.loading import load_runner
         from specdec.engine.worker import DraftWorker, ModelThread
-        from specdec.models import check_pair
 
-        pair = check_pair(config.target.model, config.draft.model)
         model, thread = _on_assigned_device(config.draft), ModelThread()
-        runner = thread.run(
-            lambda: load_runner(model, vocab_size=pair.vocab_size, max_context=pair.draft_context)
-        )
+        runner = thread.run(lambda: load_draft(config, model))
         _pin(model, thread)
         engine = DraftEngine(runner, config.speculation.draft_support)
         self._worker = DraftWorker(
-            engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
+            engine,
+            worker_id=worker_id,
+            model=model.model,
+            node_id=node_id,
+            device=_device_name(config, model, worker_id),
+            thread=thread,
         )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
         self._door = Door(CallServer({PROPOSE: self._worker.propose, RELEASE: self._worker.release}))
@@ -154,20 +163,20 @@ class TargetWorkerReplica(_WorkerReplica):
     def __init__(self, config: AppConfig) -> None:
         worker_id, node_id = set_up_process()
         prepare_threads(config.target)
-        from specdec.engine.loading import load_runner
         from specdec.engine.verifying import TargetEngine
         from specdec.engine.worker import ModelThread, TargetWorker
-        from specdec.models import model_info
 
-        info = model_info(config.target.model)
         model, thread = _on_assigned_device(config.target), ModelThread()
-        runner = thread.run(
-            lambda: load_runner(model, vocab_size=info.vocab_size, max_context=info.max_context)
-        )
+        runner = thread.run(lambda: load_target(config, model))
         _pin(model, thread)
         engine = TargetEngine(runner)
         self._worker = TargetWorker(
-            engine, worker_id=worker_id, model=model.model, node_id=node_id, thread=thread
+            engine,
+            worker_id=worker_id,
+            model=model.model,
+            node_id=node_id,
+            device=_device_name(config, model, worker_id),
+            thread=thread,
         )
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
         self._door = Door(CallServer({VERIFY: self._worker.verify, RELEASE: self._worker.release}))

@@ -13,10 +13,10 @@ from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.backend import ServeBackend
 from specdec.cluster.deployments import set_up_process
+from specdec.cluster.served import target_info, target_tokenizer
 from specdec.config import AppConfig
 from specdec.gateway.grpc_server import GrpcServer, start_grpc_server
 from specdec.gateway.service import GenerationService
-from specdec.models import load_tokenizer, model_info
 
 GRPC_DRAIN_S = 30.0
 """Calls still running this long after the replica was told to stop are cancelled."""
@@ -36,8 +36,8 @@ class GatewayReplica:
         set_up_process()
         self._config = config
         self._backend = ServeBackend(coordinators, config.coordinator)
-        self._tokenizer = load_tokenizer(config.target.model)
-        self._model_info = model_info(config.target.model)
+        self._tokenizer = target_tokenizer(config)
+        self._model_info = target_info(config)
         self._grpc: GrpcServer | None = None
 
     async def check_health(self) -> None:

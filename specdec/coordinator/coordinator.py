@@ -16,8 +16,8 @@ from specdec.coordinator.lane import Lane, failed_chunk
 from specdec.coordinator.quarantine import Quarantine
 from specdec.errors import ContextLengthExceeded, TooManyRequests
 from specdec.messages import CoordinatorStatus, Heartbeat, RoundUpdate
-from specdec.speculation.cost_model import RoundCosts
-from specdec.speculation.policy import AdaptiveGamma, FixedGamma, GammaPolicy
+from specdec.speculation.pipeline import new_pipeline_policy
+from specdec.speculation.round_policy import RoundPolicy, new_round_policy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import GenerationRequest, SequenceId, TokenChunk, WorkerId
 
@@ -155,6 +155,7 @@ class Coordinator:
             num_accepted_draft_tokens=self._totals.num_accepted_draft_tokens,
             num_output_tokens=self._totals.num_output_tokens,
             num_sequence_rounds=self._totals.num_sequence_rounds,
+            num_prepared_drafts=self._totals.num_prepared_drafts,
         )
 
     # Sequences ------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class Coordinator:
             owner=self._id,
             config=self._config.coordinator,
             policy=_new_policy(self._config),
-            num_branches=self._config.speculation.num_branches,
+            max_branches=self._config.speculation.lookahead_branches,
             on_chunks=self._on_chunks,
             on_draft_lost=self._quarantine.add,
             on_target_lost=self._on_target_lost,
@@ -349,11 +350,10 @@ class Coordinator:
         self._forget(orphans)
 
 
-def _new_policy(config: AppConfig) -> GammaPolicy:
+def _new_policy(config: AppConfig) -> RoundPolicy:
     """One per lane: each target worker has times of its own."""
-    if config.adapts_gamma:
-        return AdaptiveGamma(config.max_speculative_tokens, RoundCosts())
-    return FixedGamma(config.max_speculative_tokens)
+    pipeline = new_pipeline_policy(config.speculation.pipeline)
+    return new_round_policy(pipeline, config.max_speculative_tokens, adapts_gamma=config.adapts_gamma)
 
 
 @dataclass(slots=True)
@@ -365,6 +365,7 @@ class _Totals:
     num_accepted_draft_tokens: int = 0
     num_output_tokens: int = 0
     num_sequence_rounds: int = 0
+    num_prepared_drafts: int = 0
 
     def add(self, chunk: TokenChunk) -> None:
         self.num_spec_steps += bool(chunk.num_drafted)
@@ -372,3 +373,4 @@ class _Totals:
         self.num_accepted_draft_tokens += chunk.num_accepted
         self.num_output_tokens += len(chunk.token_ids)
         self.num_sequence_rounds += bool(chunk.token_ids)
+        self.num_prepared_drafts += chunk.is_prepared

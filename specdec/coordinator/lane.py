@@ -1,8 +1,9 @@
 """A lane: one target worker, any number of draft workers, and the sequences they decode together.
 
-Each round is one propose call per draft worker and one verify call, for all sequences. Sequences join and
-leave between rounds (continuous batching). Drafts are optional at every moment: without one, rounds are
-target-only.
+Each round is one propose call per draft worker and one verify call, for all sequences or for one of two
+groups of them, which then take turns: one is drafted for while the other is verified. Sequences join
+and leave between the rounds of their group (continuous batching). Drafts are optional at every moment:
+without one, rounds are target-only.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from specdec.messages import (
     VerifyRequest,
 )
 from specdec.speculation.acceptance import SmoothedAcceptance
-from specdec.speculation.policy import Candidate, GammaPolicy
+from specdec.speculation.pipeline import BranchBudget
+from specdec.speculation.policy import Candidate, expected_tokens
+from specdec.speculation.round_policy import RoundPolicy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import SequenceId, TokenChunk, WorkerId
 
 logger = logging.getLogger(__name__)
 
+NUM_GROUPS = 2
+"""Of sequences that take turns, at most."""
 MAX_LOSSES = 3
 """A sequence whose cache is lost more often than this without a token in between fails."""
 RESERVED_OUTPUT_TOKENS = 512
@@ -55,8 +60,8 @@ class Lane:
         target: the worker that verifies; the lane lives as long as it does.
         owner: id of the coordinator, stamped on every call.
         config: chunk sizes and deadlines.
-        policy: chooses gamma; of this lane alone, since it learns how long calls take.
-        num_branches: outcomes per sequence that drafts prepare for while the target verifies; 0: none.
+        policy: chooses gamma and how rounds overlap; of this lane alone, since it learns how long calls take.
+        max_branches: outcomes per sequence that drafts prepare for while the target verifies, at most.
         on_chunks: takes what each round committed.
         on_draft_lost: told the id of a draft worker that died or missed its deadline.
         on_target_lost: takes the lane and the sequences it can no longer serve.
@@ -69,8 +74,8 @@ class Lane:
         *,
         owner: str,
         config: CoordinatorConfig,
-        policy: GammaPolicy,
-        num_branches: int = 0,
+        policy: RoundPolicy,
+        max_branches: int,
         on_chunks: Callable[[Sequence[TokenChunk]], None],
         on_draft_lost: Callable[[WorkerId], None],
         on_target_lost: Callable[[Lane, Sequence[SequenceState]], None],
@@ -80,13 +85,14 @@ class Lane:
         self._owner = owner
         self._config = config
         self._policy = policy
-        self._num_branches = num_branches
+        self._max_branches = max_branches
         self._on_chunks = on_chunks
         self._on_draft_lost = on_draft_lost
         self._on_target_lost = on_target_lost
         self._clock = clock
         self._acceptance = SmoothedAcceptance()
         self._drafts: dict[WorkerId, DraftHandle] = {}
+        self._branches: dict[WorkerId, BranchBudget] = {}
         self._running: dict[SequenceId, SequenceState] = {}
         self._joining: list[SequenceState] = []
         self._leaving: set[SequenceId] = set()
@@ -94,9 +100,10 @@ class Lane:
         """Sequences that gave way when the target's KV cache was full."""
         self._kv_free_tokens = 0
         """Of the target, after its last call."""
-        self._wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        loop = asyncio.get_running_loop()
+        self._wakes = [asyncio.Event() for _ in range(NUM_GROUPS)]
+        self._tasks = [loop.create_task(self._run(group)) for group in range(NUM_GROUPS)]
 
     # Membership: callable at any time, takes effect between rounds --------------------------------------
 
@@ -115,63 +122,104 @@ class Lane:
     def add(self, state: SequenceState) -> None:
         state.acceptance = SmoothedAcceptance(self._acceptance)
         self._joining.append(state)
-        self._wake.set()
+        self._wake()
 
     def remove(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Drop sequences and free their caches on their workers, before the next round at the latest."""
         self._leaving.update(sequence_ids)
-        self._wake.set()
+        self._wake()
 
     def set_drafts(self, drafts: Sequence[DraftHandle]) -> None:
         """Draft with these workers from now on; sequences of workers not among them move."""
         previous, self._drafts = self._drafts, {draft.status.worker_id: draft for draft in drafts}
         for worker_id in previous.keys() - self._drafts.keys():
             self._leave_draft(previous[worker_id])
+            self._branches.pop(worker_id, None)
+        if previous.keys() != self._drafts.keys():
+            self._policy.on_drafts(shares_device=any(map(self._shares_device, drafts)))
 
     async def close(self) -> None:
-        self._task.cancel()
-        for task in self._background:
+        tasks = [*self._tasks, *self._background]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._task, *self._background, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wake(self) -> None:
+        for wake in self._wakes:
+            wake.set()
+
+    def _shares_device(self, draft: DraftHandle) -> bool:
+        """Whether a draft worker computes on the target's device."""
+        mine, its = self.target.status, draft.status
+        return (mine.node_id, mine.device) == (its.node_id, its.device)
 
     # Rounds ---------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _run(self, group: int) -> None:
+        """Rounds of one group. Without two of them, all sequences are in the first."""
         try:
             while True:
-                self._change_members()
-                if self._running:
-                    await self._round()
+                self._change_members(group)
+                if states := self._members(group):
+                    await self._round(states)
                 else:
-                    self._wake.clear()
-                    await self._wake.wait()
+                    self._wakes[group].clear()
+                    await self._wakes[group].wait()
         except TargetUnavailable as error:
             logger.warning("target %s lost: %s", self.target.status.worker_id, error)
-            self._abandon()
+            self._abandon(group)
         except Exception:
             # A bug must not leave clients waiting: hand the sequences back and say what happened.
             logger.exception("lane of target %s failed", self.target.status.worker_id)
-            self._abandon()
+            self._abandon(group)
 
-    def _abandon(self) -> None:
+    def _abandon(self, group: int) -> None:
+        """The target is lost; the rounds of the other group end here, too."""
+        for other, task in enumerate(self._tasks):
+            if other != group:
+                task.cancel()
         states = self.sequences
         self._release_from_drafts(states)
         self._running.clear()
         self._joining.clear()
         self._on_target_lost(self, states)
 
-    def _change_members(self) -> None:
-        for state in self._joining:
-            self._running[state.sequence_id] = state
-        self._joining.clear()
-        leaving = [
-            self._running[sequence_id] for sequence_id in self._leaving if sequence_id in self._running
-        ]
-        self._leaving.clear()
-        self._drop(leaving)
+    # Groups ---------------------------------------------------------------------------------------------
 
-    async def _round(self) -> None:
-        states = self._with_memory()
+    def _members(self, group: int) -> list[SequenceState]:
+        return [state for state in self._running.values() if state.group == group]
+
+    def _change_members(self, group: int) -> None:
+        """Take in and let go, between two rounds of this group; the other one may be in the middle of its."""
+        if group == 0:
+            for state in self._joining:
+                state.group = 0
+                self._running[state.sequence_id] = state
+            self._joining.clear()
+        gone = [name for name in self._leaving if name not in self._running]
+        mine = [state for state in self._members(group) if state.sequence_id in self._leaving]
+        self._leaving.difference_update(gone, [state.sequence_id for state in mine])
+        self._drop(mine)
+        if not self._running:
+            self._policy.on_idle()
+        self._share_out(group)
+
+    def _share_out(self, group: int) -> None:
+        """Give what this group has too much of to the other: the second gives all, unless there are two."""
+        mine, other = self._members(group), 1 - group
+        surplus = len(mine) if group == 1 else 0
+        if self._policy.overlap == "groups" and self._drafts:
+            surplus = (len(mine) - len(self._members(other)) + (group == 0)) // 2
+            surplus = min(surplus, len(mine) - 1) if group == 0 else surplus
+        if surplus > 0:
+            for state in mine[-surplus:]:
+                state.group = other
+            self._wakes[other].set()
+
+    # One round ------------------------------------------------------------------------------------------
+
+    async def _round(self, states: Sequence[SequenceState]) -> None:
+        states = self._with_memory(states)
         drafts = await self._propose(states)
         items = self._verify_items(states, drafts)
         if not items:
@@ -183,6 +231,7 @@ class Lane:
             logger.warning("target %s failed, one by one now: %s", self.target.status.worker_id, error)
             replies = await self._verify_one_by_one(items)
         self._commit(items, replies)
+        self._policy.on_round(len(self._running), _num_expected(states, items), self._clock())
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))
@@ -194,11 +243,12 @@ class Lane:
         self._kv_free_tokens = reply.kv_free_tokens
         return reply
 
-    def _with_memory(self) -> list[SequenceState]:
+    def _with_memory(self, members: Sequence[SequenceState]) -> list[SequenceState]:
         """Those to decode in this round: one that gave way comes back when there is room for all of it."""
-        states = [s for s in self._running.values() if s.sequence_id not in self._paused_until_s]
-        for sequence_id, until_s in list(self._paused_until_s.items()):
-            state = self._running[sequence_id]
+        states = [state for state in members if state.sequence_id not in self._paused_until_s]
+        for state in [state for state in members if state.sequence_id in self._paused_until_s]:
+            sequence_id = state.sequence_id
+            until_s = self._paused_until_s[sequence_id]
             wanted = len(state.log) + RESUME_ROOM_TOKENS
             # With nobody else at work the figure may be stale, and only trying can tell.
             if until_s <= self._clock() and (wanted <= self._kv_free_tokens or not states):
@@ -261,10 +311,20 @@ class Lane:
             gamma = state.gamma(policy_gamma, status.max_context)
             if gamma == 0 or budget[state.draft_id] <= 0:
                 continue
-            item = state.propose_item(gamma, budget[state.draft_id], self._num_branches)
+            item = state.propose_item(
+                gamma, budget[state.draft_id], self._num_branches(state, state.draft_id)
+            )
             calls.setdefault(state.draft_id, {})[state.sequence_id] = item
             budget[state.draft_id] -= len(item.feed.token_ids)
         return calls
+
+    def _num_branches(self, state: SequenceState, draft_id: WorkerId) -> int:
+        """Outcomes to prepare for; 0 where the draft is not to look ahead."""
+        asked = state.request.pipeline
+        overlap = self._policy.overlap if asked in (None, "auto") else asked
+        if overlap != "lookahead":
+            return 0
+        return self._branches.setdefault(draft_id, BranchBudget(self._max_branches)).num_branches
 
     async def _propose_with(
         self, draft: DraftHandle, items: dict[SequenceId, ProposeItem]
@@ -273,6 +333,8 @@ class Lane:
             request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
             started_s = self._clock()
             reply = await draft.propose(request, self._config.draft_timeout_s)
+            if branches := self._branches.get(draft.status.worker_id):
+                branches.on_answer(reply.is_ahead)
             if all(len(item.feed.token_ids) <= CATCH_UP_TOKENS for item in items.values()):
                 gamma = max(item.num_draft_tokens for item in items.values())
                 self._policy.on_proposed(len(items), gamma, self._clock() - started_s)
@@ -376,6 +438,14 @@ class Lane:
         task = asyncio.get_running_loop().create_task(handle.release(tuple(sequence_ids)))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _num_expected(states: Sequence[SequenceState], items: dict[SequenceId, VerifyItem]) -> float:
+    """Tokens that such a round commits on average."""
+    verified = [(state, items[state.sequence_id]) for state in states if state.sequence_id in items]
+    return sum(
+        expected_tokens(state.acceptance.rate, item.num_rows - 1) for state, item in verified if item.num_rows
+    )
 
 
 def _candidate(state: SequenceState) -> Candidate:

@@ -114,11 +114,16 @@ async def run_local(
         draft_runner: the draft model, if any.
         thread: where both run; None gives each its own.
     """
-    target = TargetWorker(TargetEngine(target_runner), worker_id="target-0", model="target", thread=thread)
+    devices = ("shared", "shared") if thread else ("target", "draft")
+    target = TargetWorker(
+        TargetEngine(target_runner), worker_id="target-0", model="target", device=devices[0], thread=thread
+    )
     drafts: list[DraftWorker] = []
     if draft_runner is not None:
         engine = DraftEngine(draft_runner, config.speculation.draft_support)
-        drafts.append(DraftWorker(engine, worker_id="draft-0", model="draft", thread=thread))
+        drafts.append(
+            DraftWorker(engine, worker_id="draft-0", model="draft", device=devices[1], thread=thread)
+        )
     coordinator = Coordinator(config, LocalDirectory([target], drafts), "coordinator-0")
     await coordinator.start()
     client = CoordinatorClient(coordinator, "gateway-0")

@@ -39,6 +39,7 @@ class DraftEngine:
         Blocks that were prepared are answered at once. Where most are, sequences whose outcome was not
         foreseen do not make the others wait: they get no draft this time, and one is prepared for them.
         """
+        is_ahead = not self._ahead.is_pending
         self._ahead.finish_feeds()
         prepared = self._take_prepared(request)
         items = [item for item in request.items if item.feed.sequence_id not in prepared]
@@ -54,6 +55,7 @@ class DraftEngine:
         return ProposeReply(
             drafts=(*prepared.values(), *drafts),
             lost=tuple(outcome for outcome in outcomes if isinstance(outcome, Lost)),
+            is_ahead=is_ahead,
         )
 
     def look_ahead(self, is_interrupted: Callable[[], bool]) -> None:

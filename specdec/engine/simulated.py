@@ -18,16 +18,17 @@ from specdec.types import SequenceId
 
 
 class ToyLaw:
-    """A second-order Markov law: the next token depends on the last two.
+    """A Markov law: the next token depends on the last two, by way of a table.
 
     Args:
-        logits: [vocab, vocab, vocab] float; ``logits[before_last, last]`` are the next token's logits.
+        logits: [contexts, vocab] or [vocab, vocab, vocab] float: the next token's logits behind
+            ``(before_last, last)`` are row ``(before_last * vocab + last) % contexts``. With as many rows as
+            there are pairs each has its own; with fewer, pairs share rows as if at random.
     """
 
     def __init__(self, logits: torch.Tensor) -> None:
-        assert logits.dim() == 3
-        assert len(set(logits.shape)) == 1
         self._logits = logits
+        self._table = logits.reshape(-1, logits.shape[-1])
 
     @classmethod
     def random(cls, vocab_size: int, seed: int, scale: float = 1.0) -> ToyLaw:
@@ -41,16 +42,24 @@ class ToyLaw:
 
     @property
     def vocab_size(self) -> int:
-        return self._logits.shape[0]
+        return self._logits.shape[-1]
 
     def row(self, context: Sequence[int]) -> torch.Tensor:
         """[vocab] logits of the token behind a non-empty context."""
-        before_last = context[-2] if len(context) > 1 else 0
-        return self._logits[before_last, context[-1]]
+        return self.rows([(context[-2] if len(context) > 1 else 0, context[-1])])[0]
+
+    def rows(self, contexts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """[contexts, vocab] logits behind pairs of the last two tokens."""
+        return self._table[self.pair_numbers(contexts) % len(self._table)]
+
+    def pair_numbers(self, contexts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """[contexts] int64 below vocab^2: one for each pair of tokens."""
+        pairs = torch.tensor(contexts, dtype=torch.int64).view(-1, 2)
+        return pairs[:, 0] * self.vocab_size + pairs[:, 1]
 
 
 Latency = Callable[[int, int], float]
-"""(sequences, tokens) of a forward to the seconds it takes."""
+"""(sequences, tokens) of a forward to the seconds it takes, its arithmetic included."""
 
 
 class SimulatedRunner:
@@ -64,12 +73,14 @@ class SimulatedRunner:
         kv_capacity_tokens: int = 1_000_000,
         latency: Latency = lambda num_sequences, num_tokens: 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._law = law
         self._max_context = max_context
         self._kv_capacity_tokens = kv_capacity_tokens
         self._latency = latency
         self._sleep = sleep
+        self._clock = clock
         self._tokens: dict[SequenceId, list[int]] = {}
         self._room: dict[SequenceId, int] = {}
         """Positions that each may fill."""
@@ -149,11 +160,8 @@ class SimulatedRunner:
         unseen = None if device_token_ids is None else iter(device_token_ids.tolist())
         for item in items:
             self.reserve(item)
-        num_tokens = sum(len(item.token_ids) for item in items)
-        delay_s = self._latency(len(items), num_tokens)
-        if delay_s > 0:
-            self._sleep(delay_s)
-        rows: list[torch.Tensor] = []
+        started_s = self._clock()
+        contexts: list[tuple[int, int]] = []
         for item in items:
             tokens = self._tokens[item.sequence_id]
             if unseen is None:
@@ -162,9 +170,14 @@ class SimulatedRunner:
                 tokens.extend(islice(unseen, len(item.token_ids)))
                 fed_before = self._num_unseen.get(item.sequence_id, 0)
                 self._num_unseen[item.sequence_id] = fed_before + len(item.token_ids)
-            first = len(tokens) - item.num_rows + 1
-            rows.extend(self._law.row(tokens[:end]) for end in range(first, len(tokens) + 1))
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+            ends = range(len(tokens) - item.num_rows, len(tokens))
+            contexts.extend((tokens[end - 1] if end > 0 else 0, tokens[end]) for end in ends)
+        rows = self._law.rows(contexts)
+        num_tokens = sum(len(item.token_ids) for item in items)
+        delay_s = self._latency(len(items), num_tokens) - (self._clock() - started_s)
+        if delay_s > 0:
+            self._sleep(delay_s)
+        return rows
 
     def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         """See `Runner.settle`."""

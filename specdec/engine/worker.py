@@ -58,12 +58,14 @@ class _Worker:
         worker_id: str,
         model: str,
         node_id: str = "local",
+        device: str = "cpu",
         thread: ModelThread | None = None,
     ) -> None:
         self._engine = engine
         self._worker_id = WorkerId(worker_id)
         self._model = model
         self._node_id = node_id
+        self._device = device
         self._num_calls = 0
         self._thread = thread or ModelThread()
         self._load = self._measure()
@@ -121,6 +123,7 @@ class _Worker:
             pid=os.getpid(),
             node_id=self._node_id,
             model=self._model,
+            device=self._device,
             vocab_size=runner.vocab_size,
             max_context=runner.max_context,
             kv_capacity_tokens=runner.kv_capacity_tokens,

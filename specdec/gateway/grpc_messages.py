@@ -15,7 +15,7 @@ from specdec.gateway.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from specdec.types import FinishReason, SpeculationStats, VerificationMode
+from specdec.types import FinishReason, Pipeline, SpeculationStats, VerificationMode
 
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
@@ -26,6 +26,12 @@ _MODES: dict[int, VerificationMode | None] = {
     pb.VERIFICATION_MODE_UNSPECIFIED: None,
     pb.VERIFICATION_MODE_REJECTION: VerificationMode.REJECTION,
     pb.VERIFICATION_MODE_COUPLED: VerificationMode.COUPLED,
+}
+_PIPELINES: dict[int, Pipeline | None] = {
+    pb.PIPELINE_UNSPECIFIED: None,
+    pb.PIPELINE_SERIAL: "serial",
+    pb.PIPELINE_LOOKAHEAD: "lookahead",
+    pb.PIPELINE_AUTO: "auto",
 }
 
 
@@ -115,11 +121,14 @@ def _sampling_options(options: pb.SamplingOptions) -> SamplingOptions:
 def _speculative_options(options: pb.SpeculativeOptions) -> SpeculativeOptions:
     if options.mode not in _MODES:
         raise InvalidRequest(f"unknown verification mode {options.mode}", "speculative.mode")
+    if options.pipeline not in _PIPELINES:
+        raise InvalidRequest(f"unknown pipeline {options.pipeline}", "speculative.pipeline")
     return SpeculativeOptions(
         num_speculative_tokens=(
             options.num_speculative_tokens if options.HasField("num_speculative_tokens") else None
         ),
         mode=_MODES[options.mode],
+        pipeline=_PIPELINES[options.pipeline],
     )
 
 

@@ -32,7 +32,7 @@ from specdec.gateway.requests import (
     TokenPrompt,
     ToolCall,
 )
-from specdec.types import VerificationMode
+from specdec.types import Pipeline, VerificationMode
 
 
 def _only(*accepted: object) -> AfterValidator:
@@ -97,6 +97,7 @@ class SpeculativeFields(_Fields):
 
     num_speculative_tokens: int | None = None
     mode: Literal["rejection", "coupled"] | None = None
+    pipeline: Pipeline | None = None
     metrics: bool | None = None
     """Return this request's acceptance counters."""
 
@@ -296,6 +297,7 @@ def _speculative_options(fields: SpeculativeFields | None) -> SpeculativeOptions
     return SpeculativeOptions(
         num_speculative_tokens=fields.num_speculative_tokens,
         mode=None if fields.mode is None else VerificationMode(fields.mode),
+        pipeline=fields.pipeline,
     )
 
 

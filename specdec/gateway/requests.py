@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.types import VerificationMode
+from specdec.types import Pipeline, VerificationMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,8 @@ class SpeculativeOptions:
     """Cap on draft tokens per round; 0 is plain decoding, None is the deployment's choice."""
     mode: VerificationMode | None = None
     """REJECTION or COUPLED; None chooses by whether a seed is given."""
+    pipeline: Pipeline | None = None
+    """None is the deployment's choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ def build_generation_request(
             stop_token_ids=_stop_token_ids(options, model_info),
         ),
         max_draft_tokens=_max_draft_tokens(request.speculative, config),
+        pipeline=request.speculative.pipeline,
     )
 
 

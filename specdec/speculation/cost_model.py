@@ -94,10 +94,14 @@ class TimeCurve:
 
 
 class RoundCosts:
-    """The curves of one lane; times hold all that is on the way: queueing, the network, the model."""
+    """The curves of one lane; times hold all that is on the way: queueing, the network, the model.
 
-    def __init__(self) -> None:
-        self._verify = TimeCurve()
+    Args:
+        verify: of verify calls, over their tokens; None begins a new one.
+    """
+
+    def __init__(self, verify: TimeCurve | None = None) -> None:
+        self._verify = verify or TimeCurve()
         self._propose: dict[int, TimeCurve] = {}
         """By gamma, over the batch size."""
 

@@ -47,6 +47,8 @@ class SequenceState:
         self.draft = CacheView()
         self.draft_id: WorkerId | None = None
         """The draft worker that holds this sequence, or will."""
+        self.group = 0
+        """Of its lane, which it is drafted for and verified with."""
         self.acceptance = SmoothedAcceptance()
         """Replaced by the lane's, which shares what is known of its other sequences."""
         self.finish_reason: FinishReason | None = None
@@ -173,6 +175,7 @@ class SequenceState:
             token_ids=committed,
             num_drafted=len(draft_ids),
             num_accepted=num_accepted,
+            is_prepared=draft is not None and draft.is_prepared,
             finish_reason=self.finish_reason,
         )
 

@@ -283,6 +283,7 @@ _STATUS = messages.WorkerStatus(
     pid=1,
     node_id="n",
     model="m",
+    device="cpu",
     vocab_size=64,
     max_context=512,
     kv_capacity_tokens=1000,
@@ -323,6 +324,7 @@ MESSAGES = [
         num_accepted_draft_tokens=7,
         num_output_tokens=12,
         num_sequence_rounds=5,
+        num_prepared_drafts=1,
     ),
 ]
 

@@ -136,12 +136,13 @@ async def test_rejection_follows_the_target_with_eight_draft_tokens():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["lookahead", "groups"])
 @pytest.mark.parametrize("mode", [REJECTION, COUPLED])
-async def test_looking_ahead_leaves_the_law_and_in_coupled_mode_every_token(mode):
+async def test_overlapping_rounds_leave_the_law_and_in_coupled_mode_every_token(mode, pipeline):
     """Output tokens 1 to gamma + 2."""
     target = toy_law("normal", 5, 11)
     draft = similar_draft(target, 0.4)
-    results = await generate(3, target, draft, 4_000, mode=mode, pipeline="lookahead")
+    results = await generate(3, target, draft, 4_000, mode=mode, pipeline=pipeline)
     assert 0.5 < acceptance(results) < 0.9
     assert_windows_follow(results, target, SamplingParams(), num_tokens=5)
     if mode is COUPLED:

@@ -98,6 +98,15 @@ async def test_text_is_the_targets_own_for_any_draft_and_gamma(gamma, draft):
             assert result.num_accepted < result.num_drafted
 
 
+@pytest.mark.parametrize(("pipeline", "draft"), [*itertools.product(("lookahead", "groups", "auto"), DRAFTS)])
+async def test_text_is_the_same_however_rounds_overlap(pipeline, draft):
+    requests = requests_of(GREEDY, COUPLED)
+    results = await generate_all(app_config(3, pipeline=pipeline), TARGET, DRAFTS[draft], requests)
+    for request, result in zip(requests, results, strict=True):
+        assert result.token_ids == reference_ids(request), request.sequence_id
+        assert result.num_drafted > 0
+
+
 async def test_serving_without_a_draft_gives_the_same_text():
     requests = requests_of(GREEDY, COUPLED)
     results = await generate_all(app_config(5), TARGET, None, requests)

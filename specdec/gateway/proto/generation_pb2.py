@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v1/generation.proto\x12\nspecdec.v1\"\xf7\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.specdec.v1.SamplingOptions\x12\x33\n\x0bspeculative\x18\x06 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeOptionsB\x08\n\x06prompt\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xbb\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.specdec.v1.SamplingOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x05H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x17\n\nignore_eos\x18\r \x01(\x08H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x91\x01\n\x12SpeculativeOptions\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12*\n\x04mode\x18\x02 \x01(\x0e\x32\x1c.specdec.v1.VerificationMode\x12\x0f\n\x07metrics\x18\x03 \x01(\x08\x42\x19\n\x17_num_speculative_tokens\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\"\xc6\x01\n\x12SpeculativeMetrics\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x03\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x03\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x03\"\xde\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specdec.v1.Usage\x12;\n\x13speculative_metrics\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeMetrics\"\xe4\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specdec.v1.Usage\x12;\n\x13speculative_metrics\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeMetrics\"\x15\n\x13GetModelInfoRequest\"\x98\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\x05\x12\x18\n\x0b\x64raft_model\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_model*u\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x01\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x82\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse\x12S\n\x0eGenerateStream\x12\x1b.specdec.v1.GenerateRequest\x1a\".specdec.v1.GenerateStreamResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecdec/v1/generation.proto\x12\nspecdec.v1\"\xf7\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.specdec.v1.ChatMessagesH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.specdec.v1.SamplingOptions\x12\x33\n\x0bspeculative\x18\x06 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeOptionsB\x08\n\x06prompt\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xbb\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.specdec.v1.SamplingOptions.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x05H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x17\n\nignore_eos\x18\r \x01(\x08H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\xb9\x01\n\x12SpeculativeOptions\x12#\n\x16num_speculative_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12*\n\x04mode\x18\x02 \x01(\x0e\x32\x1c.specdec.v1.VerificationMode\x12\x0f\n\x07metrics\x18\x03 \x01(\x08\x12&\n\x08pipeline\x18\x04 \x01(\x0e\x32\x14.specdec.v1.PipelineB\x19\n\x17_num_speculative_tokens\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\"\xc6\x01\n\x12SpeculativeMetrics\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x03\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x03\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x03\"\xde\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specdec.v1.Usage\x12;\n\x13speculative_metrics\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeMetrics\"\xe4\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specdec.v1.Usage\x12;\n\x13speculative_metrics\x18\x07 \x01(\x0b\x32\x1e.specdec.v1.SpeculativeMetrics\"\x15\n\x13GetModelInfoRequest\"\x98\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\x05\x12\x18\n\x0b\x64raft_model\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_model*u\n\x10VerificationMode\x12!\n\x1dVERIFICATION_MODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bVERIFICATION_MODE_REJECTION\x10\x01\x12\x1d\n\x19VERIFICATION_MODE_COUPLED\x10\x02*d\n\x08Pipeline\x12\x18\n\x14PIPELINE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPIPELINE_SERIAL\x10\x01\x12\x16\n\x12PIPELINE_LOOKAHEAD\x10\x02\x12\x11\n\rPIPELINE_AUTO\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x82\x02\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse\x12S\n\x0eGenerateStream\x12\x1b.specdec.v1.GenerateRequest\x1a\".specdec.v1.GenerateStreamResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.specdec.v1.GetModelInfoRequest\x1a .specdec.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONMODE']._serialized_start=2061
-  _globals['_VERIFICATIONMODE']._serialized_end=2178
-  _globals['_FINISHREASON']._serialized_start=2180
-  _globals['_FINISHREASON']._serialized_end=2275
+  _globals['_VERIFICATIONMODE']._serialized_start=2101
+  _globals['_VERIFICATIONMODE']._serialized_end=2218
+  _globals['_PIPELINE']._serialized_start=2220
+  _globals['_PIPELINE']._serialized_end=2320
+  _globals['_FINISHREASON']._serialized_start=2322
+  _globals['_FINISHREASON']._serialized_end=2417
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=291
   _globals['_CHATMESSAGES']._serialized_start=293
@@ -51,19 +53,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=796
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=844
   _globals['_SPECULATIVEOPTIONS']._serialized_start=998
-  _globals['_SPECULATIVEOPTIONS']._serialized_end=1143
-  _globals['_USAGE']._serialized_start=1145
-  _globals['_USAGE']._serialized_end=1224
-  _globals['_SPECULATIVEMETRICS']._serialized_start=1227
-  _globals['_SPECULATIVEMETRICS']._serialized_end=1425
-  _globals['_GENERATERESPONSE']._serialized_start=1428
-  _globals['_GENERATERESPONSE']._serialized_end=1650
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1653
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1881
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1883
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1904
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1907
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2059
-  _globals['_GENERATIONSERVICE']._serialized_start=2278
-  _globals['_GENERATIONSERVICE']._serialized_end=2536
+  _globals['_SPECULATIVEOPTIONS']._serialized_end=1183
+  _globals['_USAGE']._serialized_start=1185
+  _globals['_USAGE']._serialized_end=1264
+  _globals['_SPECULATIVEMETRICS']._serialized_start=1267
+  _globals['_SPECULATIVEMETRICS']._serialized_end=1465
+  _globals['_GENERATERESPONSE']._serialized_start=1468
+  _globals['_GENERATERESPONSE']._serialized_end=1690
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1693
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1921
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1923
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1944
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1947
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2099
+  _globals['_GENERATIONSERVICE']._serialized_start=2420
+  _globals['_GENERATIONSERVICE']._serialized_end=2678
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,13 @@ class VerificationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFICATION_MODE_REJECTION: _ClassVar[VerificationMode]
     VERIFICATION_MODE_COUPLED: _ClassVar[VerificationMode]
 
+class Pipeline(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PIPELINE_UNSPECIFIED: _ClassVar[Pipeline]
+    PIPELINE_SERIAL: _ClassVar[Pipeline]
+    PIPELINE_LOOKAHEAD: _ClassVar[Pipeline]
+    PIPELINE_AUTO: _ClassVar[Pipeline]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -22,6 +29,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 VERIFICATION_MODE_UNSPECIFIED: VerificationMode
 VERIFICATION_MODE_REJECTION: VerificationMode
 VERIFICATION_MODE_COUPLED: VerificationMode
+PIPELINE_UNSPECIFIED: Pipeline
+PIPELINE_SERIAL: Pipeline
+PIPELINE_LOOKAHEAD: Pipeline
+PIPELINE_AUTO: Pipeline
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -100,14 +111,16 @@ class SamplingOptions(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class SpeculativeOptions(_message.Message):
-    __slots__ = ("num_speculative_tokens", "mode", "metrics")
+    __slots__ = ("num_speculative_tokens", "mode", "metrics", "pipeline")
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_FIELD_NUMBER: _ClassVar[int]
     num_speculative_tokens: int
     mode: VerificationMode
     metrics: bool
-    def __init__(self, num_speculative_tokens: _Optional[int] = ..., mode: _Optional[_Union[VerificationMode, str]] = ..., metrics: _Optional[bool] = ...) -> None: ...
+    pipeline: Pipeline
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., mode: _Optional[_Union[VerificationMode, str]] = ..., metrics: _Optional[bool] = ..., pipeline: _Optional[_Union[Pipeline, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens")

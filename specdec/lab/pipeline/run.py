@@ -1,0 +1,182 @@
+"""Deploy, measure, deploy the next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Protocol
+
+from rich.table import Table
+
+from specdec import __version__
+from specdec.gateway.backend import Backend
+from specdec.lab.errors import BenchError
+from specdec.lab.pipeline.measure import Choice, Measured, measure
+from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario, figures
+
+READY_TIMEOUT_S = 30.0
+ADAPTING_S = 6.0
+"""Warm-up of a deployment that has to find out what pays."""
+
+
+class StartedBackend(Backend, Protocol):
+    def start(self) -> None:
+        """Look for coordinators, from now on."""
+        ...
+
+
+Attach = Callable[[dict[str, object]], AbstractContextManager[Callable[[], StartedBackend]]]
+"""Serves a deployment file's tree while the context lasts, and makes a way in."""
+Results = dict[tuple[str, Choice], Measured]
+
+
+def run(
+    scenarios: Sequence[Scenario],
+    attach: Attach,
+    *,
+    rounds: int,
+    counted_s: float,
+    on_step: Callable[[str], None],
+) -> Results:
+    """Measure every choice of every scenario ``rounds`` times, alternately, and take medians.
+
+    Args:
+        scenarios: in order.
+        attach: serves them.
+        rounds: at least 1.
+        counted_s: seconds of one measurement.
+        on_step: told what is being done.
+    """
+    results: Results = {}
+    for scenario in scenarios:
+        for choices, gamma in ((scenario.fixed, max(FIXED_GAMMAS)), (scenario.adaptive, "auto")):
+            if not choices:
+                continue
+            on_step(f"{scenario.name}: starting")
+            with attach(deployment(scenario, gamma)) as make_backend:
+                samples = asyncio.run(
+                    _measure_all(
+                        scenario, choices, make_backend, rounds=rounds, counted_s=counted_s, on_step=on_step
+                    )
+                )
+            results |= {(scenario.name, choice): _median(measured) for choice, measured in samples.items()}
+    return results
+
+
+def deployment(scenario: Scenario, gamma: int | str) -> dict[str, object]:
+    """A deployment file's tree."""
+    args = {
+        "target": {"model": "simulated-target", "kv_capacity_tokens": 10**9},
+        "draft": {"model": "simulated-draft", "kv_capacity_tokens": 10**9},
+        "simulation": scenario.simulation.model_dump(),
+        "speculation": {"num_speculative_tokens": gamma, "pipeline": "auto"},
+        "coordinator": {"max_num_seqs": max(32, scenario.num_sequences)},
+        "gateway": {"grpc_port": _free_port()},
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": _free_port()},
+        "logging_config": {"enable_access_log": False},
+        "applications": [
+            {
+                "name": "specdec",
+                "route_prefix": "/",
+                "import_path": "specdec.cluster.app:build_app",
+                "args": args,
+            }
+        ],
+    }
+
+
+async def _measure_all(
+    scenario: Scenario,
+    choices: Sequence[Choice],
+    make_backend: Callable[[], StartedBackend],
+    *,
+    rounds: int,
+    counted_s: float,
+    on_step: Callable[[str], None],
+) -> dict[Choice, list[Measured]]:
+    backend = make_backend()
+    backend.start()
+    await _until_ready(backend)
+    samples: dict[Choice, list[Measured]] = {choice: [] for choice in choices}
+    for number in range(rounds):
+        for choice, measured in samples.items():
+            on_step(f"{scenario.name}: {choice}, {number + 1} of {rounds}")
+            warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 1.0
+            measured.append(
+                await measure(
+                    backend,
+                    choice,
+                    scenario.simulation,
+                    scenario.num_sequences,
+                    warm_up_s=warm_up_s,
+                    counted_s=counted_s,
+                )
+            )
+    return samples
+
+
+async def _until_ready(backend: StartedBackend) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while not backend.is_ready():
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"no coordinator with a target within {READY_TIMEOUT_S:g} s")
+        await asyncio.sleep(0.1)
+
+
+def _median(samples: Sequence[Measured]) -> Measured:
+    return Measured(
+        **{
+            item.name: statistics.median(getattr(sample, item.name) for sample in samples)
+            for item in fields(Measured)
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def table(lines: Sequence[Figure]) -> Table:
+    """What was asked for beside what was reached."""
+    result = Table("measure", title="simulated devices in separate actors")
+    for heading in ("reached", "wanted", "aim"):
+        result.add_column(heading, justify="right")
+    for line in lines:
+        wanted = f"≥ {line.at_least:.2f}" if line.at_least is not None else f"≤ {line.at_most:.1f}"
+        style = "green" if line.is_reached else "red"
+        result.add_row(line.name, f"[{style}]{line.value:.2f}[/{style}]", wanted, f"{line.aim:.2f}")
+    return result
+
+
+def write_json(path: Path, results: Results, settings: dict[str, object]) -> None:
+    """All figures, and all that they were made of.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    content = {
+        "specdec": __version__,
+        **settings,
+        "figures": [asdict(line) for line in figures(results)],
+        "measured": [
+            {"scenario": name, "choice": str(choice), **asdict(measured)}
+            for (name, choice), measured in results.items()
+        ],
+    }
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from error
