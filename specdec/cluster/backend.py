@@ -37,6 +37,14 @@ class ServeBackend:
         """Begin to look for coordinators; needs a running event loop."""
         self._follower = asyncio.get_running_loop().create_task(self._follow_forever())
 
+    async def close(self) -> None:
+        """Look for coordinators no longer, and leave those that were found."""
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+
     def is_ready(self) -> bool:
         return any(status.is_ready for status in self.statuses())
 

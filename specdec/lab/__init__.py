@@ -1,1 +1,1 @@
-"""Measuring and inspecting a served model from outside: light imports alone, neither torch nor Ray."""
+"""Measuring: a served model from outside, and the coordinator on simulated devices. None of it knows Ray."""

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 SMOOTHING = 0.2
-"""Weight of a new measurement; a first one counts fully."""
+"""Weight of a new measurement; of the first ones all count the same."""
 OUTLIER = 4.0
 """A call this many times slower than its size usually takes says something of the machine, not of the
 size,"""
@@ -28,6 +28,7 @@ class _Point:
     elapsed_s: float
     seen_at: int
     """In calls of any size."""
+    num_calls: int = 1
     num_outliers: int = 0
 
 
@@ -84,7 +85,8 @@ class TimeCurve:
             point.num_outliers += 1
             return
         point.num_outliers = 0
-        point.elapsed_s += SMOOTHING * (elapsed_s - point.elapsed_s)
+        point.num_calls += 1
+        point.elapsed_s += max(SMOOTHING, 1 / point.num_calls) * (elapsed_s - point.elapsed_s)
 
     def _forget(self) -> None:
         oldest = self._num_calls - FORGOTTEN_AFTER
@@ -98,10 +100,12 @@ class RoundCosts:
 
     Args:
         verify: of verify calls, over their tokens; None begins a new one.
+        is_ahead: whether the draft looks ahead, so that it is late the less, the less there is to draft.
     """
 
-    def __init__(self, verify: TimeCurve | None = None) -> None:
+    def __init__(self, verify: TimeCurve | None = None, *, is_ahead: bool = False) -> None:
         self._verify = verify or TimeCurve()
+        self._fewer_power = 2 if is_ahead else 1
         self._propose: dict[int, TimeCurve] = {}
         """By gamma, over the batch size."""
 
@@ -124,14 +128,18 @@ class RoundCosts:
         return self._verify.slope(num_tokens)
 
     def propose_s(self, batch_size: int, gamma: int) -> float:
-        """Seconds to draft ``gamma`` tokens for so many sequences; in proportion where only others were
-        drafted.
+        """Seconds to draft ``gamma`` tokens for so many sequences.
+
+        Where only others were drafted it is in proportion; for fewer tokens, of a draft that looks ahead, in
+        proportion to the square, which is a hope.
         """
         known = [other for other, curve in self._propose.items() if curve.is_known]
         if not known:
             return 0.0
         nearest = min(known, key=lambda other: abs(math.log(other / gamma)))
-        return self._propose[nearest].at(batch_size) * gamma / nearest
+        return self._propose[nearest].at(batch_size) * (gamma / nearest) ** (
+            self._fewer_power if gamma < nearest else 1
+        )
 
 
 def _rounded(size: int) -> int:

@@ -87,11 +87,14 @@ class AdaptiveGamma:
     Args:
         max_gamma: most tokens to draft.
         costs: what rounds take.
+        trial_rounds: how long a choice is kept whose cost is not known yet: longer where calls of one kind take
+            now this and now that long.
     """
 
-    def __init__(self, max_gamma: int, costs: RoundCosts) -> None:
+    def __init__(self, max_gamma: int, costs: RoundCosts, trial_rounds: int = 1) -> None:
         self._max_gamma = max_gamma
         self._costs = costs
+        self._trial_rounds = trial_rounds
         self._gammas: tuple[int, ...] = ()
         self._rounds_left = 0
         self._num_plain_rounds = 0
@@ -105,7 +108,7 @@ class AdaptiveGamma:
         if self._rounds_left <= 0 or len(self._gammas) != len(candidates):
             self._gammas = self._best(candidates).gammas
             is_known = self._costs.has_verified(sum(self._gammas) + len(candidates))
-            self._rounds_left = REVIEW_EVERY if is_known else 1
+            self._rounds_left = REVIEW_EVERY if is_known else self._trial_rounds
         if not any(self._gammas):
             return self._plain(candidates)
         self._num_plain_rounds, self._probe_after = 0, FIRST_PROBE_AFTER

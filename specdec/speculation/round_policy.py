@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specdec.speculation.cost_model import RoundCosts, TimeCurve
 from specdec.speculation.pipeline import PipelinePolicy
-from specdec.speculation.policy import AdaptiveGamma, Candidate, FixedGamma, GammaPolicy
+from specdec.speculation.policy import REVIEW_EVERY, AdaptiveGamma, Candidate, FixedGamma, GammaPolicy
 from specdec.types import Overlap
 
 
@@ -69,8 +69,13 @@ def new_round_policy(pipeline: PipelinePolicy, max_gamma: int, *, adapts_gamma: 
         "lookahead": lambda: alone,
         "groups": TimeCurve,
     }
-    gammas: dict[Overlap, GammaPolicy] = {
-        overlap: AdaptiveGamma(max_gamma, RoundCosts(curve())) if adapts_gamma else FixedGamma(max_gamma)
-        for overlap, curve in verify_curves.items()
-    }
-    return RoundPolicy(pipeline, gammas)
+
+    def gamma_policy(overlap: Overlap) -> GammaPolicy:
+        if not adapts_gamma:
+            return FixedGamma(max_gamma)
+        # Drafts that were foreseen are there at once, and others are not: only several calls tell.
+        is_ahead = overlap == "lookahead"
+        costs = RoundCosts(verify_curves[overlap](), is_ahead=is_ahead)
+        return AdaptiveGamma(max_gamma, costs, REVIEW_EVERY if is_ahead else 1)
+
+    return RoundPolicy(pipeline, {overlap: gamma_policy(overlap) for overlap in verify_curves})

@@ -10,6 +10,7 @@ from specdec.cluster.deploy_config import (
     apply_overrides,
     load_deploy_config,
     parse_deploy_config,
+    parse_settings,
 )
 from specdec.errors import ConfigError
 
@@ -223,3 +224,24 @@ def test_load_names_the_file_in_every_error(tmp_path):
     empty.write_text("")
     with pytest.raises(ConfigError, match=r"empty\.yaml: "):
         load_deploy_config(empty)
+
+
+def test_settings_are_overrides_with_yaml_values():
+    settings = [
+        "args.speculation.pipeline=serial",
+        "args.draft=null",
+        "http_options.port=8001",
+        "a.b=[1, x=y]",
+    ]
+    assert parse_settings(settings) == {
+        "args.speculation.pipeline": "serial",
+        "args.draft": None,
+        "http_options.port": 8001,
+        "a.b": [1, "x=y"],
+    }
+
+
+@pytest.mark.parametrize("setting", ["args.dtype", "=3", "args..x=3", "a=[1"])
+def test_what_is_no_setting_is_refused(setting):
+    with pytest.raises(ConfigError, match="--set"):
+        parse_settings([setting])

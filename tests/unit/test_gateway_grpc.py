@@ -213,6 +213,7 @@ WRONG = [
     (ask(speculative={"num_speculative_tokens": 33}), "speculative.num_speculative_tokens"),
     (ask(speculative={"num_speculative_tokens": -1}), "speculative.num_speculative_tokens"),
     (ask(speculative={"mode": 7}), "speculative.mode"),
+    (ask(speculative={"pipeline": 7}), "speculative.pipeline"),
     (ask(text=""), "prompt"),
     (pb.GenerateRequest(), "prompt"),
     (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),

@@ -238,7 +238,7 @@ async def test_sampling_fields_reach_the_backend():
         "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "presence_penalty": 1.0,
         "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": -1, "3": 2.5}, "seed": 7,
         "max_completion_tokens": 9, "stop_token_ids": [11], "ignore_eos": True,
-        "speculative": {"num_speculative_tokens": 3, "mode": "rejection"},
+        "speculative": {"num_speculative_tokens": 3, "mode": "rejection", "pipeline": "lookahead"},
     }  # fmt: skip
     async with serving_backend(backend) as url:
         assert (await post(url, "/v1/chat/completions", {**CHAT, **fields})).status_code == 200
@@ -251,6 +251,7 @@ async def test_sampling_fields_reach_the_backend():
     assert request.stop.max_tokens == 9
     assert request.stop.stop_token_ids == {11}
     assert request.max_draft_tokens == 3
+    assert request.pipeline == "lookahead"
 
 
 @pytest.mark.parametrize(
@@ -344,6 +345,7 @@ BOTH = [
     ({"speculative": {"num_speculative_tokens": "x"}}, "speculative.num_speculative_tokens"),
     ({"speculative": {"mode": "greedy"}}, "speculative.mode"),
     ({"speculative": {"gamma": 3}}, "speculative.gamma"),
+    ({"speculative": {"pipeline": "groups"}}, "speculative.pipeline"),
     ({"min_tokens": 3}, "min_tokens"),
     ({"guided_json": {}}, "guided_json"),
     ({"model": 5}, "model"),

@@ -31,6 +31,10 @@ class StartedBackend(Backend, Protocol):
         """Look for coordinators, from now on."""
         ...
 
+    async def close(self) -> None:
+        """And no longer."""
+        ...
+
 
 Attach = Callable[[dict[str, object]], AbstractContextManager[Callable[[], StartedBackend]]]
 """Serves a deployment file's tree while the context lasts, and makes a way in."""
@@ -104,25 +108,28 @@ async def _measure_all(
     counted_s: float,
     on_step: Callable[[str], None],
 ) -> dict[Choice, list[Measured]]:
+    samples: dict[Choice, list[Measured]] = {choice: [] for choice in choices}
     backend = make_backend()
     backend.start()
-    await _until_ready(backend)
-    samples: dict[Choice, list[Measured]] = {choice: [] for choice in choices}
-    for number in range(rounds):
-        for choice, measured in samples.items():
-            on_step(f"{scenario.name}: {choice}, {number + 1} of {rounds}")
-            warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 1.0
-            measured.append(
-                await measure(
-                    backend,
-                    choice,
-                    scenario.simulation,
-                    scenario.num_sequences,
-                    warm_up_s=warm_up_s,
-                    counted_s=counted_s,
+    try:
+        await _until_ready(backend)
+        for number in range(rounds):
+            for choice, measured in samples.items():
+                on_step(f"{scenario.name}: {choice}, {number + 1} of {rounds}")
+                warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 1.0
+                measured.append(
+                    await measure(
+                        backend,
+                        choice,
+                        scenario.simulation,
+                        scenario.num_sequences,
+                        warm_up_s=warm_up_s,
+                        counted_s=counted_s,
+                    )
                 )
-            )
-    return samples
+        return samples
+    finally:
+        await backend.close()
 
 
 async def _until_ready(backend: StartedBackend) -> None:
