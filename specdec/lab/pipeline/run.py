@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -39,6 +41,7 @@ class StartedBackend(Backend, Protocol):
 Attach = Callable[[dict[str, object]], AbstractContextManager[Callable[[], StartedBackend]]]
 """Serves a deployment file's tree while the context lasts, and makes a way in."""
 Results = dict[tuple[str, Choice], Measured]
+Samples = dict[Choice, list[Measured]]
 
 
 def run(
@@ -63,15 +66,30 @@ def run(
         for choices, gamma in ((scenario.fixed, max(FIXED_GAMMAS)), (scenario.adaptive, "auto")):
             if not choices:
                 continue
-            on_step(f"{scenario.name}: starting")
-            with attach(deployment(scenario, gamma)) as make_backend:
-                samples = asyncio.run(
-                    _measure_all(
-                        scenario, choices, make_backend, rounds=rounds, counted_s=counted_s, on_step=on_step
-                    )
-                )
+            on_step(f"{scenario.name}, γ = {gamma}: {len(choices)} choices")
+            samples = _in_process_of_its_own(
+                _measure_deployment, scenario, choices, gamma, attach, rounds, counted_s
+            )
             results |= {(scenario.name, choice): _median(measured) for choice, measured in samples.items()}
     return results
+
+
+def _in_process_of_its_own(function: Callable[..., Samples], *args: object) -> Samples:
+    """A process starts one Ray and ends: starting the next in the same one has failed."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _measure_deployment(
+    scenario: Scenario,
+    choices: Sequence[Choice],
+    gamma: int | str,
+    attach: Attach,
+    rounds: int,
+    counted_s: float,
+) -> Samples:
+    with attach(deployment(scenario, gamma)) as make_backend:
+        return asyncio.run(_measure_all(scenario, choices, make_backend, rounds=rounds, counted_s=counted_s))
 
 
 def deployment(scenario: Scenario, gamma: int | str) -> dict[str, object]:
@@ -106,17 +124,15 @@ async def _measure_all(
     *,
     rounds: int,
     counted_s: float,
-    on_step: Callable[[str], None],
-) -> dict[Choice, list[Measured]]:
-    samples: dict[Choice, list[Measured]] = {choice: [] for choice in choices}
+) -> Samples:
+    samples: Samples = {choice: [] for choice in choices}
     backend = make_backend()
     backend.start()
     try:
         await _until_ready(backend)
         for number in range(rounds):
             for choice, measured in samples.items():
-                on_step(f"{scenario.name}: {choice}, {number + 1} of {rounds}")
-                warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 1.0
+                warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 0.5
                 measured.append(
                     await measure(
                         backend,
