@@ -21,10 +21,10 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run test lint types fmt proto bench clean
+.PHONY: help run test ray-up-test lint types fmt proto bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Each stamp is made once, and again when pyproject.toml changes.
 $(VENV)/.runtime: pyproject.toml
@@ -49,6 +49,9 @@ run: $(VENV)/.runtime ## Serve the embedded pair on this machine (HTTP_PORT, GRP
 test: $(VENV)/.dev ## Run the tests (PYTEST_ARGS='tests/unit -k name' for some)
 	@$(BIN)/specdec models pull smollm2
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+ray-up-test: $(VENV)/.dev ## Start a cluster of three hosts with `ray up`, on this machine (root, openssh-server, rsync)
+	@SPECDEC_RAY_UP=1 $(BIN)/python -m pytest tests/ray_up -s $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## Check style, formatting and which part imports which
 	@$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from specdec import __version__
 from specdec.config import AppConfig, parse_config
 from specdec.errors import ConfigError, SpecDecError
 from specdec.lab.bench.command import app as bench_app
+from specdec.lab.chaos.command import chaos
 from specdec.lab.simulate.command import simulate
 
 READY_TIMEOUT_S = 1800.0
@@ -34,6 +35,7 @@ models_app = typer.Typer(help="Embedded models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.command("simulate")(simulate)
+bench_app.command("chaos")(chaos)
 
 console = Console(stderr=True, highlight=False)
 """Messages for people; standard output is for results."""

@@ -33,12 +33,15 @@ class Opening:
 class Feed:
     """Roll one sequence's cache back to ``keep`` positions, then feed ``token_ids`` behind them.
 
-    Idempotent: the same feed twice leaves the same cache. ``keep`` beyond what the worker holds is an error
-    (``StaleCache``), answered with `Lost`. Wire cost: about 80 bytes plus 8 per token.
+    Idempotent: the same feed twice leaves the same cache. ``keep`` beyond what the worker holds, and a feed
+    older than the last one, are errors (``StaleCache``), answered with `Lost`. Wire cost: about 80 bytes plus
+    8 per token.
     """
 
     sequence_id: SequenceId
     epoch: int
+    serial: int
+    """Rises with every feed of the sequence to this worker: what arrives late does no harm."""
     keep: int
     """Cache positions that stay valid, >= 0: the rollback instruction."""
     token_ids: tuple[int, ...]

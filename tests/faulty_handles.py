@@ -218,15 +218,12 @@ class _Way(Generic[Request, Reply]):
         self._network.counts[Effect.SECOND_ANSWER] += chosen > 0
         return replies[chosen]
 
-    def _may_come_again(self, request: Request) -> bool:
-        return True
-
     def _strikes(self, fault: Fault, *, is_possible: bool = True) -> bool:
         is_possible = is_possible and fault in self._faults
         return self._network.strikes(fault, self._name, is_possible=is_possible)
 
     def _old_request(self, fault: Fault) -> Request | None:
-        old = [request for request in self._arrived[-REMEMBERED:] if self._may_come_again(request)]
+        old = self._arrived[-REMEMBERED:]
         return self._network.rng.choice(old) if self._strikes(fault, is_possible=bool(old)) else None
 
     async def _let_some_late_ones_in(self) -> None:
@@ -301,10 +298,6 @@ class DraftWay(_Way[ProposeRequest, ProposeReply]):
 
 
 class TargetWay(_Way[VerifyRequest, VerifyReply]):
-    """To a target nothing is sent before the call in front of it has ended, and what has no answer counts as
-    lost. So what comes again is the newest feed of its sequence, or from an epoch or a life that is over.
-    """
-
     worker: TargetWorker
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
@@ -313,14 +306,6 @@ class TargetWay(_Way[VerifyRequest, VerifyReply]):
 
     async def _ask(self, request: VerifyRequest) -> VerifyReply:
         return await self.worker.verify(request)
-
-    def _may_come_again(self, request: VerifyRequest) -> bool:
-        return all(self._is_harmless(item.feed) for item in request.items)
-
-    def _is_harmless(self, feed: Feed) -> bool:
-        name = feed.sequence_id
-        is_over = feed.epoch < self._epoch(name) or name in self._released
-        return is_over or feed is self._feeds[name]
 
 
 class FaultyDirectory:

@@ -231,6 +231,7 @@ def feed(
     *,
     keep: int = 0,
     epoch: int = 0,
+    serial: int = 0,
     sampling: SamplingParams = GREEDY,
     stop_token_ids: Iterable[int] = (),
 ) -> Feed:
@@ -239,6 +240,7 @@ def feed(
     return Feed(
         sequence_id=sequence_id(name),
         epoch=epoch,
+        serial=serial,
         keep=keep,
         token_ids=tuple(token_ids),
         opening=opening if keep == 0 else None,
@@ -267,6 +269,7 @@ def judge(f: Feed, draft: Draft | None = None) -> VerifyItem:
     whole = Feed(
         sequence_id=f.sequence_id,
         epoch=f.epoch,
+        serial=f.serial,
         keep=f.keep,
         token_ids=f.token_ids + draft_ids,
         opening=f.opening,

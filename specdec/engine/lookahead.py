@@ -114,6 +114,7 @@ class LookAhead:
             root.branches.remove(found)
             self._runner.rename(found.session.sequence_id, feed.sequence_id)
             root.session.token_ids = found.session.token_ids
+            root.session.feed_serial = feed.serial
             found.block.session = root.session
         self.drop(feed.sequence_id)
         return found.block if found else None
@@ -161,7 +162,8 @@ class LookAhead:
     def _find(self, root: _Root, feed: Feed) -> _Branch | None:
         session = root.session
         start, end = root.context_len, feed.keep + len(feed.token_ids)
-        if session.epoch != feed.epoch or not start <= feed.keep <= len(session.token_ids):
+        is_late = feed.serial < session.feed_serial
+        if is_late or session.epoch != feed.epoch or not start <= feed.keep <= len(session.token_ids):
             return None
         told = [*session.token_ids[start : feed.keep], *feed.token_ids]
         for branch in root.branches:

@@ -29,6 +29,8 @@ class Session:
     serial: int
     """Rises with every opening: the highest is the youngest."""
     touched_at_s: float
+    feed_serial: int = 0
+    """Of the last feed."""
     token_ids: list[int] = field(default_factory=list)
     """Exactly the cached tokens, speculated ones included."""
 
@@ -155,11 +157,15 @@ class SessionTable:
                 return self._preempted_loss(feed)
             return _lost(feed, error)
         session.touched_at_s = self._clock()
+        session.feed_serial = feed.serial
         return session
 
     def _opened(self, owner: str, feed: Feed) -> Session:
         if feed.opening is None:
             raise StaleCache(f"sequence {feed.sequence_id}: a feed from position 0 without its opening")
+        known = self._sessions.get(feed.sequence_id)
+        if known is not None and known.owner == owner:
+            _refuse_older(feed, known)
         self.release([feed.sequence_id])
         self._runner.open(feed.sequence_id)
         self._num_opened += 1
@@ -178,6 +184,7 @@ class SessionTable:
             raise StaleCache(
                 f"sequence {feed.sequence_id}: epoch {feed.epoch}, but {session.epoch} is cached"
             )
+        _refuse_older(feed, session)
         self._runner.truncate(feed.sequence_id, feed.keep)
         del session.token_ids[feed.keep :]
         return session
@@ -212,6 +219,12 @@ class SessionTable:
             reason="it gave way to older sequences: the KV cache is full",
             out_of_memory=True,
         )
+
+
+def _refuse_older(feed: Feed, session: Session) -> None:
+    """Raise StaleCache for a feed that was overtaken by the one that the cache is from."""
+    if (feed.epoch, feed.serial) < (session.epoch, session.feed_serial):
+        raise StaleCache(f"sequence {feed.sequence_id}: feed {feed.serial} came behind {session.feed_serial}")
 
 
 def _lost(feed: Feed, error: SpecDecError, *, out_of_memory: bool = False) -> Lost:

@@ -87,8 +87,8 @@ class AdaptiveGamma:
     Args:
         max_gamma: most tokens to draft.
         costs: what rounds take.
-        trial_rounds: how long a choice is kept whose cost is not known yet: longer where calls of one kind take
-            now this and now that long.
+        trial_rounds: how long a choice is kept whose cost is not known yet: longer where calls of one kind
+            take now this and now that long.
     """
 
     def __init__(self, max_gamma: int, costs: RoundCosts, trial_rounds: int = 1) -> None:

@@ -24,6 +24,8 @@ class CacheView:
     """What the coordinator knows of one worker's cache of this sequence."""
 
     epoch: int = 0
+    serial: int = 0
+    """Of the last feed."""
     length: int = 0
     """Leading positions that agree with the log."""
     num_losses: int = 0
@@ -191,9 +193,11 @@ class SequenceState:
         # At least one token: a worker that is fed nothing cannot tell the law behind the log. The draft holds
         # all of it when the target was lost between a draft and its verdict.
         keep = min(view.length, len(self.log) - 1)
+        view.serial += 1
         return Feed(
             sequence_id=self.sequence_id,
             epoch=view.epoch,
+            serial=view.serial,
             keep=keep,
             token_ids=self.log.tail(keep, limit) + draft_ids,
             opening=self._opening if keep == 0 else None,

@@ -46,6 +46,8 @@ class Channel:
         self._call_ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Done]] = {}
         self._streams: dict[int, asyncio.Queue[Item | Done | SpecDecError]] = {}
+        self._carriers: dict[int, FrameConnection] = {}
+        """Which connection a call went over: it is lost with that one, and with no other."""
         self._is_closed = False
 
     async def call(self, method: Method[Answer], *args: object, timeout_s: float) -> Answer:
@@ -62,8 +64,7 @@ class Channel:
         is_over = False
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._connected()
-                connection.send(Call(call_id, method.name, raw(args)))
+                await self._send(call_id, method.name, args)
                 done = await answer
             is_over = True
         except TimeoutError:
@@ -88,8 +89,7 @@ class Channel:
         items = self._streams[call_id] = asyncio.Queue()
         is_over = False
         try:
-            connection = await self._connected()
-            connection.send(Call(call_id, method.name, raw(args)))
+            await self._send(call_id, method.name, args)
             while isinstance(item := await items.get(), Item):
                 yield method.decode_answer(item.body)
             is_over = True
@@ -105,6 +105,10 @@ class Channel:
         if self._connection is not None:
             self._connection.close()
 
+    async def _send(self, call_id: int, method: str, args: tuple[object, ...]) -> None:
+        connection = self._carriers[call_id] = await self._connected()
+        connection.send(Call(call_id, method, raw(args)))
+
     async def _connected(self) -> FrameConnection:
         if self._connection is not None and self._connection.is_open:
             return self._connection
@@ -118,7 +122,7 @@ class Channel:
 
     async def _connect(self) -> FrameConnection:
         loop = asyncio.get_running_loop()
-        connection = FrameConnection(self._take, self._lose)
+        connection = FrameConnection(self._take, lambda: self._lose(connection))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: connection, self._endpoint.host, self._endpoint.port)
@@ -149,13 +153,15 @@ class Channel:
         else:
             answer.set_result(end)
 
-    def _lose(self) -> None:
-        for call_id in (*self._answers, *self._streams):
-            self._finish(call_id, ChannelLost(f"{self._name}: the connection is lost"))
+    def _lose(self, connection: FrameConnection) -> None:
+        for call_id, carrier in list(self._carriers.items()):
+            if carrier is connection:
+                self._finish(call_id, ChannelLost(f"{self._name}: the connection is lost"))
 
     def _cancel_unless(self, is_over: bool, call_id: int) -> None:
-        if not is_over and self._connection is not None:
-            self._connection.send(Cancel(call_id))
+        carrier = self._carriers.pop(call_id, None)
+        if not is_over and carrier is not None:
+            carrier.send(Cancel(call_id))
 
     def _error(self, failed: Failed) -> SpecDecError:
         kind: Any = getattr(errors, failed.error, None) if failed.error else None

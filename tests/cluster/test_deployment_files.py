@@ -21,7 +21,11 @@ from specdec.config import AppConfig
 from specdec.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-DEPLOYMENT_FILES = sorted((ROOT / "deployments").glob("*.yaml"))
+NOT_FOR_SERVE = {"onprem-cluster.yaml", "kuberay.yaml"}
+"""For `ray up` and for Kubernetes: tests/ray_up and test_kuberay.py."""
+DEPLOYMENT_FILES = sorted(
+    path for path in (ROOT / "deployments").glob("*.yaml") if path.name not in NOT_FOR_SERVE
+)
 
 
 def read(path):

@@ -375,7 +375,6 @@ async def test_an_answer_that_comes_when_its_sequences_have_left_the_draft_is_dr
         await system.ends_empty()
 
 
-@pytest.mark.xfail(strict=True, reason="within an epoch, a feed does not say which of two came first")
 def test_a_late_copy_of_an_answered_verify_request_does_not_harm_what_was_fed_behind_it():
     """Refused drafts make it visible: the copy puts their tokens where committed ones are."""
     (request,) = requests_of(1, max_tokens=12)
@@ -601,7 +600,6 @@ async def test_a_server_takes_calls_and_cancellations_in_any_order_and_number():
         connection.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a connection that ends also ends calls that wait for the next one")
 async def test_a_call_that_begins_while_the_old_connection_ends_goes_over_a_new_one():
     async with patient() as (callee, endpoint):
         channel = Channel(endpoint, "callee")
