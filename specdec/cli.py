@@ -130,6 +130,35 @@ def serve(
         console.print("stopping")
 
 
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="Of the deployment's HTTP.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="SPECDEC_API_KEY", show_envvar=True)] = None,
+) -> None:
+    """Show coordinators and workers: load, acceptance, round times, KV cache."""
+    from specdec.lab import status as shown
+
+    coordinators = shown.read(url, api_key)
+    output = Console()
+    output.print(shown.coordinators_table(coordinators))
+    output.print(shown.workers_table(coordinators))
+
+
+@app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="Like draft=2 target=1.")],
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; default: the one on this machine.")
+    ] = "auto",
+) -> None:
+    """Change numbers of replicas while serving; streams are moved, not cut."""
+    from specdec.cluster.scaling import parse_counts
+    from specdec.cluster.scaling import scale as change
+
+    change(address, parse_counts(counts))
+    console.print("asked for; [bold]specdec status[/bold] shows when it is so")
+
+
 @bench_app.command("pipeline")
 def bench_pipeline(
     only: Annotated[str | None, typer.Option(help="Scenarios whose name contains this.")] = None,

@@ -227,5 +227,7 @@ class CoordinatorStatus:
     num_output_tokens: int
     num_sequence_rounds: int
     """Rounds that committed tokens, counted once per sequence."""
+    round_s: float
+    """Seconds of a round lately, of the slowest lane; 0 before the first."""
     num_prepared_drafts: int
     """Of the spec steps, those whose draft had been prepared while the target verified the block before."""

@@ -208,6 +208,7 @@ def _status(max_context: int) -> CoordinatorStatus:
         num_accepted_draft_tokens=0,
         num_output_tokens=0,
         num_sequence_rounds=0,
+        round_s=0.0,
         num_prepared_drafts=0,
     )
 

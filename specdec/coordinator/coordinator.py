@@ -155,6 +155,7 @@ class Coordinator:
             num_accepted_draft_tokens=self._totals.num_accepted_draft_tokens,
             num_output_tokens=self._totals.num_output_tokens,
             num_sequence_rounds=self._totals.num_sequence_rounds,
+            round_s=max((lane.round_s for lane in self._lanes.values()), default=0.0),
             num_prepared_drafts=self._totals.num_prepared_drafts,
         )
 

@@ -36,6 +36,7 @@ from specdec.types import SequenceId, TokenChunk, WorkerId
 
 logger = logging.getLogger(__name__)
 
+ROUND_SMOOTHING = 0.1
 NUM_GROUPS = 2
 """Of sequences that take turns, at most."""
 MAX_LOSSES = 3
@@ -98,6 +99,8 @@ class Lane:
         self._leaving: set[SequenceId] = set()
         self._paused_until_s: dict[SequenceId, float] = {}
         """Sequences that gave way when the target's KV cache was full."""
+        self.round_s = 0.0
+        """Seconds of a round, smoothed; 0 before the first."""
         self._kv_free_tokens = 0
         """Of the target, after its last call."""
         self._background: set[asyncio.Task[None]] = set()
@@ -219,6 +222,7 @@ class Lane:
     # One round ------------------------------------------------------------------------------------------
 
     async def _round(self, states: Sequence[SequenceState]) -> None:
+        started_s = self._clock()
         states = self._with_memory(states)
         drafts = await self._propose(states)
         items = self._verify_items(states, drafts)
@@ -231,7 +235,9 @@ class Lane:
             logger.warning("target %s failed, one by one now: %s", self.target.status.worker_id, error)
             replies = await self._verify_one_by_one(items)
         self._commit(items, replies)
-        self._policy.on_round(len(self._running), _num_expected(states, items), self._clock())
+        ended_s = self._clock()
+        self.round_s += (ended_s - started_s - self.round_s) * (ROUND_SMOOTHING if self.round_s else 1.0)
+        self._policy.on_round(len(self._running), _num_expected(states, items), ended_s)
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))

@@ -16,8 +16,8 @@ _RANKS = (1, 2, 9)
 """Which of the draft's choices the target's token is where it is not the first, counted from 0."""
 _RANK_SHARES = (0.6, 0.2, 0.2)
 _SCALE = 4.0
-"""Standard deviation of a sampled law's logits: the likeliest of 1,000 tokens has 0.45 then, and the 64 that a
-draft's law is cut to have nearly all."""
+"""Standard deviation of a sampled law's logits: the likeliest of 1,000 tokens has 0.45 then, and the 64 that
+a draft's law is cut to have nearly all."""
 
 
 def make_pair(

@@ -324,6 +324,7 @@ MESSAGES = [
         num_accepted_draft_tokens=7,
         num_output_tokens=12,
         num_sequence_rounds=5,
+        round_s=0.02,
         num_prepared_drafts=1,
     ),
 ]
