@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -29,6 +30,15 @@ def server(tmp_path_factory):
         server.stop()
 
 
+def counters(server: Server) -> dict:
+    """The status once the gateway's polls have caught up with what was served."""
+    readings = [server.status()["num_output_tokens"]]
+    while len(readings) < 3 or len(set(readings[-3:])) > 1:
+        time.sleep(0.4)
+        readings.append(server.status()["num_output_tokens"])
+    return server.status()
+
+
 def complete(server: Server, **fields) -> str:
     body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0.0, **fields}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
@@ -42,24 +52,24 @@ def complete(server: Server, **fields) -> str:
 def test_every_pipeline_gives_the_text_of_plain_decoding(server, sampling):
     plain = complete(server, **sampling, speculative={"num_speculative_tokens": 0})
     assert len(plain.split()) == 200
-    before = server.status()
+    before = counters(server)
     for pipeline in ("serial", "lookahead", "auto"):
         assert complete(server, **sampling, speculative={"pipeline": pipeline}) == plain
-    after = server.status()
+    after = counters(server)
     assert after["num_accepted_draft_tokens"] > before["num_accepted_draft_tokens"] + 100
     assert after["num_prepared_drafts"] > before["num_prepared_drafts"] + 10
 
 
 def test_serial_requests_have_nothing_prepared_for_them(server):
-    before = server.status()["num_prepared_drafts"]
+    before = counters(server)["num_prepared_drafts"]
     complete(server, speculative={"pipeline": "serial"})
-    assert server.status()["num_prepared_drafts"] == before
+    assert counters(server)["num_prepared_drafts"] == before
 
 
 def test_pipeline_is_a_field_of_grpc_too(server):
     request = pb.GenerateRequest(
         text=PROMPT,
-        sampling=pb.SamplingParams(max_tokens=100, temperature=0.0),
+        sampling=pb.SamplingOptions(max_tokens=100, temperature=0.0),
         speculative=pb.SpeculativeOptions(pipeline=pb.PIPELINE_LOOKAHEAD, metrics=True),
     )
     answer = server.stub().Generate(request, timeout=60)
@@ -73,7 +83,7 @@ def test_draft_and_target_are_devices_of_their_own(server):
     wait_for(server.is_idle, 10.0, "idle")
 
 
-def test_a_wrong_setting_is_one_line(tmp_path):
+def test_a_wrong_setting_is_named(tmp_path):
     result = subprocess.run(
         [specdec_command(), "serve", str(FILE), "--set", "args.simulation.alpha=0.5"],
         capture_output=True,
@@ -82,5 +92,6 @@ def test_a_wrong_setting_is_one_line(tmp_path):
         env=private_env(tmp_path),
     )
     assert result.returncode == 2
-    (line,) = result.stderr.strip().splitlines()
-    assert "args.simulation.alpha: unknown key" in line
+    assert result.stderr.startswith("error:")
+    assert "args.simulation.alpha: unknown key" in result.stderr
+    assert "Traceback" not in result.stderr
