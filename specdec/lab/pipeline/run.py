@@ -24,6 +24,7 @@ from specdec.lab.pipeline.measure import Choice, Measured, measure
 from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario, figures
 
 READY_TIMEOUT_S = 30.0
+MAX_ATTEMPTS = 2
 ADAPTING_S = 6.0
 """Warm-up of a deployment that has to find out what pays."""
 
@@ -75,9 +76,19 @@ def run(
 
 
 def _in_process_of_its_own(function: Callable[..., Samples], *args: object) -> Samples:
-    """A process starts one Ray and ends: starting the next in the same one has failed."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+    """A process starts one Ray and ends: starting the next in the same one has failed.
+
+    Raises:
+        BenchError: it failed twice.
+    """
+    failures: list[str] = []
+    while len(failures) < MAX_ATTEMPTS:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                return pool.submit(function, *args).result()
+            except Exception as error:  # whatever Ray raises when it does not start
+                failures.append(f"{type(error).__name__}: {error}")
+    raise BenchError(f"a deployment failed: {failures[-1]}")
 
 
 def _measure_deployment(
