@@ -1,0 +1,1 @@
+"""specdec bench chaos: exact texts while processes are killed and hung."""
