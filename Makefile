@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 9000
+MINUTES ?= 5
+SEED ?= 1
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -21,7 +23,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run test ray-up-test lint types fmt proto bench clean
+.PHONY: help run test chaos ray-up-test lint types fmt proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +51,9 @@ run: $(VENV)/.runtime ## Serve the embedded pair on this machine (HTTP_PORT, GRP
 test: $(VENV)/.dev ## Run the tests (PYTEST_ARGS='tests/unit -k name' for some)
 	@$(BIN)/specdec models pull smollm2
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+chaos: $(VENV)/.dev ## Kill and hang workers and coordinators under load, and compare every text (MINUTES, SEED)
+	@$(BIN)/specdec bench chaos --minutes $(MINUTES) --seed $(SEED)
 
 ray-up-test: $(VENV)/.dev ## Start a cluster of three hosts with `ray up`, on this machine (root, openssh-server, rsync)
 	@SPECDEC_RAY_UP=1 $(BIN)/python -m pytest tests/ray_up -s $(PYTEST_ARGS)

@@ -14,6 +14,8 @@ from specdec.types import SequenceId
 
 UNHEARD_OWNER_S = 30.0
 """A coordinator silent for this long is dead: its sequences are freed."""
+QUIET_OWNER_S = 5.0
+"""One silent for this long may be dead: its sequences give way first."""
 LIVE_GRACE_S = 5.0
 """A sequence missing in its owner's heartbeat is freed once it has been untouched for this long."""
 
@@ -192,6 +194,9 @@ class SessionTable:
     def _make_room(self, session: Session, wish: Wish) -> None:
         """Reserve the cache for a wish; younger sequences give way, the youngest first.
 
+        Before them go those of a coordinator that is silent: if it is dead, its sequences have moved, and what
+        a moved one lacks is the room of its own dead original. If it lives it is told, and feeds them again.
+
         Raises:
             KVCacheFull: even so there is no room.
             StaleCache: the sequence would outgrow the model's context.
@@ -205,11 +210,22 @@ class SessionTable:
             except KVCacheFull:
                 if self._reclaim():
                     continue
-                youngest = max(self._sessions.values(), key=lambda other: other.serial)
+                youngest = self._next_to_give_way(session)
                 if youngest is session:
                     raise
                 self.release([youngest.sequence_id])
                 self._preempted[youngest.sequence_id] = youngest
+
+    def _next_to_give_way(self, session: Session) -> Session:
+        """The youngest of a silent owner's sequences, else of all, which may be this one itself."""
+        now_s = self._clock()
+        quiet = [
+            other
+            for other in self._sessions.values()
+            if other.owner != session.owner
+            and now_s - self._heard_at_s.get(other.owner, other.touched_at_s) > QUIET_OWNER_S
+        ]
+        return max(quiet or self._sessions.values(), key=lambda other: other.serial)
 
     def _preempted_loss(self, feed: Feed) -> Lost:
         self._preempted.pop(feed.sequence_id, None)

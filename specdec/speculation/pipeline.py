@@ -109,8 +109,8 @@ WINDOW_ROUNDS = 32
 """Rounds that are timed together: luck with the draft's guesses moves the rate of so many by 2 or 3 %."""
 SETTLING_ROUNDS = 2
 """The first ones after a change are not timed."""
-FIRST_TRIAL_AFTER, LAST_TRIAL_AFTER = 2, 64
-"""Windows between two trials: twice as many with each that changed nothing."""
+FIRST_TRIAL_AFTER, LAST_TRIAL_AFTER, TRIALS_RARER = 2, 64, 4
+"""Windows between two trials: four times as many with each that changed nothing."""
 BETTER_BY = 1.03
 """What a trial must gain to be kept."""
 SAME_SIZE = 1.25
@@ -197,7 +197,7 @@ class AdaptivePipeline:
             self._kept, self._kept_rate = tried, (size, tokens_per_s)
             self._trial_after = FIRST_TRIAL_AFTER
         else:
-            self._trial_after = min(2 * self._trial_after, LAST_TRIAL_AFTER)
+            self._trial_after = min(TRIALS_RARER * self._trial_after, LAST_TRIAL_AFTER)
 
     def _try_another(self) -> None:
         if self._num_windows < self._trial_after:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from specdec.engine.model_runner import ModelRunner
-from specdec.engine.sessions import LIVE_GRACE_S, UNHEARD_OWNER_S, Session, SessionTable, Wish
+from specdec.engine.sessions import LIVE_GRACE_S, QUIET_OWNER_S, UNHEARD_OWNER_S, Session, SessionTable, Wish
 from specdec.messages import Heartbeat, Lost
 from tests.tiny_models import OWNER, RUNNERS, block_size, feed, sequence_id, simulated_runner
 
@@ -487,3 +487,48 @@ def test_five_hundred_sequences_come_and_go(table, clock):
     clock.advance(LIVE_GRACE_S + 1)
     table.beat()
     assert (len(table), table.runner.kv_tokens_in_use) == (0, 0)
+
+
+def test_a_moved_sequence_takes_the_room_of_its_original_whose_coordinator_is_silent(clock):
+    """It is the younger one, and would give way to it for ever."""
+    table = Table(clock, kv_capacity_tokens=10)
+    table.apply(feed("a", [1] * 8), owner="dead")
+    clock.advance(QUIET_OWNER_S / 2)
+    (refused,) = table.apply(feed("a.1", [1] * 8))
+    assert isinstance(refused, Lost)
+    assert refused.out_of_memory
+    clock.advance(QUIET_OWNER_S)
+    (taken,) = table.apply(feed("a.1", [1] * 8))
+    assert isinstance(taken, Session)
+    assert len(table) == 1
+
+
+def test_a_silent_coordinators_sequence_that_gave_way_is_reported_when_it_speaks_again(clock):
+    table = Table(clock, kv_capacity_tokens=10)
+    table.apply(feed("a", [1] * 8), owner="stalled")
+    clock.advance(2 * QUIET_OWNER_S)
+    table.apply(feed("b", [1] * 8))
+    (lost,) = table.apply(feed("a", [2], keep=8), owner="stalled")
+    assert isinstance(lost, Lost)
+    assert lost.out_of_memory
+    assert len(table) == 1
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_feed_older_than_the_last_is_refused_and_one_that_comes_twice_is_not(table, keep):
+    table.apply(feed("a", [1, 2, 3], serial=4))
+    table.apply(feed("a", [4, 5], keep=3, serial=6))
+    (late,) = table.apply(feed("a", [9, 9], keep=keep, serial=5))
+    assert isinstance(late, Lost)
+    assert "came behind" in late.reason
+    (again,) = table.apply(feed("a", [4, 5], keep=3, serial=6))
+    assert isinstance(again, Session)
+    assert again.token_ids == [1, 2, 3, 4, 5]
+
+
+def test_an_older_epoch_does_not_open_what_a_newer_one_holds(table):
+    table.apply(feed("a", [1, 2, 3], epoch=2, serial=4))
+    (late,) = table.apply(feed("a", [1, 2], epoch=1, serial=9))
+    assert isinstance(late, Lost)
+    (going,) = table.apply(feed("a", [4], keep=3, epoch=2, serial=5))
+    assert isinstance(going, Session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -121,6 +122,17 @@ async def test_a_late_call_is_cancelled_where_it_runs_and_its_answer_disturbs_no
             await channel.call(SLEEP, 60.0, timeout_s=0.05)
         await eventually(lambda: callee.cancelled == ["sleep"])
         assert await channel.call(ECHO, 2, timeout_s=10) == 2
+
+
+async def test_an_answer_that_lay_in_the_socket_while_the_caller_was_stopped_counts() -> None:
+    """Its time is over when it goes on, but it is not the other process that was late."""
+    async with connected() as (_, _, channel):
+        assert await channel.call(ECHO, 1, timeout_s=10) == 1
+        # The server of this test shares the loop: it answers within the last look, as a socket would.
+        calls = [asyncio.create_task(channel.call(ECHO, number, timeout_s=0.05)) for number in range(3)]
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+        assert await asyncio.gather(*calls) == [0, 1, 2]
 
 
 async def test_a_caller_that_gives_up_cancels_its_call() -> None:

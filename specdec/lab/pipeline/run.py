@@ -25,7 +25,7 @@ from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario, figures
 
 READY_TIMEOUT_S = 30.0
 MAX_ATTEMPTS = 2
-ADAPTING_S = 6.0
+ADAPTING_S = 12.0
 """Warm-up of a deployment that has to find out what pays."""
 
 
