@@ -85,7 +85,7 @@ def verify_request(num_sequences: int, gamma: int, with_law: bool) -> VerifyRequ
             support_ids=np.zeros((gamma, 64), np.int32) if with_law else None,
             support_probs=np.zeros((gamma, 64), np.float32) if with_law else None,
         )
-        feed = Feed(sequence_id=sequence_id, epoch=0, keep=100, token_ids=(1, *draft.token_ids))
+        feed = Feed(sequence_id=sequence_id, epoch=0, serial=1, keep=100, token_ids=(1, *draft.token_ids))
         items.append(VerifyItem(feed=feed, num_rows=gamma + 1, draft=draft))
     return VerifyRequest(owner="benchmark", items=tuple(items))
 

@@ -108,6 +108,7 @@ def _feed(name: str, token_ids: Sequence[int], keep: int = 0) -> Feed:
     return Feed(
         sequence_id=SequenceId(name),
         epoch=0,
+        serial=0,  # each feed may follow each other one
         keep=keep,
         token_ids=tuple(token_ids),
         opening=None if keep else opening,

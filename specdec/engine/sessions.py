@@ -194,8 +194,8 @@ class SessionTable:
     def _make_room(self, session: Session, wish: Wish) -> None:
         """Reserve the cache for a wish; younger sequences give way, the youngest first.
 
-        Before them go those of a coordinator that is silent: if it is dead, its sequences have moved, and what
-        a moved one lacks is the room of its own dead original. If it lives it is told, and feeds them again.
+        Before them go those of a coordinator that is silent: if it is dead, its sequences have moved, and
+        what a moved one lacks is the room of its own dead original. If it lives it is told, and feeds again.
 
         Raises:
             KVCacheFull: even so there is no room.

@@ -33,8 +33,9 @@ async def test_padded_ids_are_never_emitted_and_change_no_text(mode: Verificatio
     config = AppConfig(
         target=ModelConfig(model="t"),
         draft=DraftConfig(model="d"),
-        # In rejection mode gamma decides which noise is used, and left to itself it follows measured times.
-        speculation=SpeculationConfig(num_speculative_tokens=2),
+        # In rejection mode the length of a block decides which noise is used, and left to itself it follows
+        # measured times; a block that is drafted ahead is as long as it got.
+        speculation=SpeculationConfig(num_speculative_tokens=2, pipeline="serial"),
     )
     texts = []
     for target, draft in (
