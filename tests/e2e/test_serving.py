@@ -80,8 +80,9 @@ def test_openai_client_whole_and_streamed_agree(client: openai.OpenAI) -> None:
     assert "Paris" in streamed
     assert chunks[-1].usage == whole.usage
     finish = next(c for c in chunks if c.choices and c.choices[0].finish_reason)
-    assert_drafts_were_used(finish.model_extra["metrics"]["speculative_decoding"])
-    assert whole.model_extra["metrics"] == finish.model_extra["metrics"]
+    # How many tokens are drafted follows measured times, so the counters may differ.
+    for answered in (whole, finish):
+        assert_drafts_were_used(answered.model_extra["metrics"]["speculative_decoding"])
 
 
 def test_openai_client_text_completions(client: openai.OpenAI) -> None:
