@@ -244,14 +244,18 @@ def _count_gpus() -> int:
 
 def _preflight(config: AppConfig) -> None:
     """Fetch embedded models and check the pair here, where an error is one clear line."""
-    from specdec.cluster.served import target_info
+    from specdec.models import check_pair, model_info
 
+    if config.simulation is not None:
+        return
     for model in (config.target, config.draft):
-        if model is not None and config.simulation is None:
+        if model is not None:
             _pull_if_embedded(model.model)
-    target_info(config)
     if config.draft is None:
+        model_info(config.target.model)
         console.print("no draft model: plain decoding")
+    else:
+        check_pair(config.target.model, config.draft.model)
 
 
 def _pull_if_embedded(name: str) -> None:

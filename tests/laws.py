@@ -7,6 +7,7 @@ prefix of ``i`` tokens, so it has the shape ``[vocab] * (i + 1)``.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ import torch
 from specdec.config import AppConfig, parse_config
 from specdec.coordinator.local import LocalSystem, run_local
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
+from specdec.sampling.noise import Purpose, exponentials
 from specdec.types import (
     FinishReason,
     GenerationRequest,
@@ -166,6 +168,20 @@ def toy_law(kind: str, vocab_size: int, seed: int) -> ToyLaw:
     }.get(kind, torch.zeros(shape, dtype=torch.bool))
     scale = {"flat": 1e-3, "peaky": 8.0}.get(kind, 1.0)
     return ToyLaw((logits * scale).masked_fill(hidden, -torch.inf))
+
+
+@functools.cache
+def plain_ids(law: ToyLaw, request: GenerationRequest) -> tuple[int, ...]:
+    """Plain decoding of a target: the argmax, or the winner of each position's race, one token at a time."""
+    probs_behind = toy_next_token_law(law, request.sampling, request.prompt_ids)
+    output: tuple[int, ...] = ()
+    while len(output) < request.stop.max_tokens:
+        probs = probs_behind(output)
+        position = len(request.prompt_ids) + len(output)
+        noise = exponentials(request.sampling.seed, position, Purpose.TARGET, len(probs)).astype(np.float64)
+        times = [time / prob if prob > 0 else np.inf for time, prob in zip(noise, probs, strict=True)]
+        output += (int(np.argmin(times)),)
+    return output
 
 
 # Statistics -----------------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ def scale(address: str, counts: Mapping[str, int]) -> None:
     try:
         serve.status()  # connects to Serve, if there is one
         client = _get_global_client(raise_if_no_controller_running=False)
-        details = client.get_serve_details() if client else {"applications": {}}
-        client.deploy_apps(scaled(details, counts)) if client else scaled(details, counts)
+        if client is None:
+            raise ServiceUnavailable(f"nothing is served on the Ray cluster at {address}")
+        client.deploy_apps(scaled(client.get_serve_details(), counts))
     finally:
         ray.shutdown()
 

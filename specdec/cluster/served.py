@@ -23,12 +23,9 @@ def target_info(config: AppConfig) -> ModelInfo:
 
     Raises:
         ModelUnavailable: it, its tokenizer or its context length cannot be found.
-        IncompatiblePair: there is a draft, and it does not fit.
     """
     if config.simulation is not None:
         return simulated_info(config.simulation.vocab_size, config.simulation.max_context)
-    if config.draft is not None:
-        check_pair(config.target.model, config.draft.model)
     return model_info(config.target.model)
 
 

@@ -7,16 +7,13 @@ similar law) and ADV (an unrelated one).
 
 from __future__ import annotations
 
-import functools
 import itertools
 
-import numpy as np
 import pytest
 
 from specdec.engine.simulated import ToyLaw
-from specdec.sampling.noise import Purpose, exponentials
 from specdec.types import GenerationRequest, SamplingParams, VerificationMode
-from tests.laws import Generated, app_config, generate_all, generation, toy_law, toy_next_token_law
+from tests.laws import Generated, app_config, generate_all, generation, plain_ids, toy_law, toy_next_token_law
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
 VOCAB_SIZE = 8
@@ -66,18 +63,8 @@ def requests_of(*modes: VerificationMode, num_tokens: int = NUM_TOKENS) -> list[
     ]
 
 
-@functools.cache
 def reference_ids(request: GenerationRequest) -> tuple[int, ...]:
-    """Plain decoding of the target: the argmax, or the winner of each position's race."""
-    law = toy_next_token_law(TARGET, request.sampling, request.prompt_ids)
-    output: tuple[int, ...] = ()
-    while len(output) < request.stop.max_tokens:
-        probs = law(output)
-        position = len(request.prompt_ids) + len(output)
-        noise = exponentials(request.sampling.seed, position, Purpose.TARGET, len(probs)).astype(np.float64)
-        times = [time / prob if prob > 0 else np.inf for time, prob in zip(noise, probs, strict=True)]
-        output += (int(np.argmin(times)),)
-    return output
+    return plain_ids(TARGET, request)
 
 
 def ids(results: list[Generated]) -> list[tuple[int, ...]]:

@@ -7,7 +7,6 @@ listed in `tests.faulty_handles`; that it did is asserted each time.
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import threading
 from collections import Counter
@@ -15,7 +14,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +23,6 @@ from specdec.engine import sessions
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
 from specdec.engine.verifying import TargetEngine
 from specdec.messages import Draft, Endpoint, ProposeReply, ProposeRequest, VerifyItem, VerifyRequest
-from specdec.sampling.noise import Purpose, exponentials
 from specdec.speculation.sequence import SequenceState
 from specdec.transport import CallServer, CallTimeout, Channel, Method
 from specdec.transport.frames import Call, Cancel, Done, Failed, Frame, FrameConnection, Hello, Item, raw
@@ -42,7 +39,7 @@ from tests.faulty_handles import (
     faulty_config,
     faulty_system,
 )
-from tests.laws import generation, runner, toy_law, toy_next_token_law
+from tests.laws import generation, plain_ids, runner, toy_law
 
 VOCAB_SIZE = 8
 TARGET = toy_law("normal", VOCAB_SIZE, 31)
@@ -72,18 +69,8 @@ OFTEN = {
 # References and runs ----------------------------------------------------------------------------------------
 
 
-@functools.cache
 def plain_text(request: GenerationRequest) -> tuple[int, ...]:
-    """One token at a time from the target alone: the argmax, or the winner of each position's race."""
-    law = toy_next_token_law(TARGET, request.sampling, request.prompt_ids)
-    output: tuple[int, ...] = ()
-    while len(output) < request.stop.max_tokens:
-        probs = law(output)
-        position = len(request.prompt_ids) + len(output)
-        noise = exponentials(request.sampling.seed, position, Purpose.TARGET, len(probs)).astype(np.float64)
-        times = [time / prob if prob > 0 else np.inf for time, prob in zip(noise, probs, strict=True)]
-        output += (int(np.argmin(times)),)
-    return output
+    return plain_ids(TARGET, request)
 
 
 def requests_of(count: int, *, max_tokens: int, seed: int = 0) -> list[GenerationRequest]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from specdec.config import MAX_SPECULATIVE_TOKENS, StepTimes
 from specdec.lab.simulate.errors import SimulationError
@@ -16,6 +17,7 @@ from specdec.types import Pipeline
 Gamma = int | Literal["auto"]
 Law = Literal["greedy", "sampled"]
 
+Name = TypeVar("Name", bound=str)
 PIPELINES: tuple[Pipeline, ...] = get_args(Pipeline)
 LAWS: tuple[Law, ...] = get_args(Law)
 GREEDY_VOCAB = 1000
@@ -151,10 +153,7 @@ def as_law(text: str) -> Law:
     Raises:
         SimulationError: there is none of this name.
     """
-    for law in LAWS:
-        if law == text:
-            return law
-    raise SimulationError(f"law {text!r}: one of {', '.join(LAWS)} is expected")
+    return _one_of(LAWS, text, "law")
 
 
 def as_pipeline(text: str) -> Pipeline:
@@ -163,10 +162,14 @@ def as_pipeline(text: str) -> Pipeline:
     Raises:
         SimulationError: there is none of this name.
     """
-    for pipeline in PIPELINES:
-        if pipeline == text:
-            return pipeline
-    raise SimulationError(f"pipeline {text!r}: one of {', '.join(PIPELINES)} is expected")
+    return _one_of(PIPELINES, text, "pipeline")
+
+
+def _one_of(names: Sequence[Name], text: str, what: str) -> Name:
+    for name in names:
+        if name == text:
+            return name
+    raise SimulationError(f"{what} {text!r}: one of {', '.join(names)} is expected")
 
 
 def step_times(role: str, step_ms: float, token_ms: float) -> StepTimes:
