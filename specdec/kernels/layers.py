@@ -75,6 +75,21 @@ def _rotate(head: Any, cos: Any, sin: Any, out: Any) -> None:
         out[d] = store(out, head[d])
 
 
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _put(key: Any, value: Any, block: int, head: int, offset: int, keys: Any, values: Any) -> None:
+    """One position's key and value of a head into a cache of either layout of `specdec.kernels.attention`."""
+    if keys.ndim == 5:
+        for d in range(key.shape[0]):
+            keys[block, head, d // 2, offset, d % 2] = key[d]
+        for d in range(value.shape[0]):
+            values[block, head, offset // 2, d, offset % 2] = value[d]
+    else:
+        for d in range(key.shape[0]):
+            keys[block, head, d, offset] = key[d]
+        for d in range(value.shape[0]):
+            values[block, head, offset, d] = value[d]
+
+
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def rotate_and_store(
     qkv: Any,
@@ -101,21 +116,21 @@ def rotate_and_store(
         k_weight: of the keys'.
         eps: of these norms.
         query: [tokens, heads, head_dim], written.
-        keys: [blocks, kv_heads, head_dim, block_size], written.
-        values: [blocks, kv_heads, block_size, head_dim], written.
+        keys: a cache's, see `specdec.kernels.attention`, written.
+        values: likewise.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = keys.shape[1], keys.shape[3]
     for t in prange(qkv.shape[0]):
         position, block, offset = positions[t], slots[t] // block_size, slots[t] % block_size
-        head = np.empty(head_dim, np.float32)
+        head, key = np.empty(head_dim, np.float32), np.empty(head_dim, keys.dtype)
         for h in range(num_heads):
             _normed_head(qkv[t, h], q_weight, eps, head)
             _rotate(head, cos[position], sin[position], query[t, h])
         for h in range(num_kv_heads):
             _normed_head(qkv[t, num_heads + h], k_weight, eps, head)
-            _rotate(head, cos[position], sin[position], keys[block, h, :, offset])
-            values[block, h, offset] = qkv[t, num_heads + num_kv_heads + h]
+            _rotate(head, cos[position], sin[position], key)
+            _put(key, qkv[t, num_heads + num_kv_heads + h], block, h, offset, keys, values)
 
 
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -124,8 +139,8 @@ def store_keys_and_values(key: Any, value: Any, slots: Any, keys: Any, values: A
     block_size = keys.shape[3]
     for t in prange(key.shape[0]):
         block, offset = slots[t] // block_size, slots[t] % block_size
-        keys[block, :, :, offset] = key[t]
-        values[block, :, offset] = value[t]
+        for h in range(key.shape[1]):
+            _put(key[t, h], value[t, h], block, h, offset, keys, values)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

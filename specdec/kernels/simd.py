@@ -157,6 +157,17 @@ def larger(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def any_larger(typing_context: Any, a: Any, b: Any) -> Any:
+    """Whether a is larger than b in any lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = builder.bitcast(builder.fcmp_ordered(">", *args), ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", lanes, lanes.type(0))
+
+    return types.boolean(float32x16, float32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def largest_lane(typing_context: Any, vector: Any) -> Any:
     """The largest number of a vector without NaN."""
 
@@ -213,6 +224,81 @@ def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
         return builder.select(is_above, builder.fmul(value, power), _constant(0.0))
 
     return float32x16(float32x16, float32x16), codegen
+
+
+_TO_EXPONENT = _TO_INTEGER + 127.0
+"""The same, and the integer is a float32's exponent as its bits have it."""
+_POWER_POLYNOMIAL = (0.00958285, 0.05590642, 0.24024099, 0.69312419, 1.0)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(typing_context: Any, x: Any, factor: Any, shift: Any) -> Any:
+    """2**(x * factor - shift) to 3e-6 relative, for exponents up to 126; 0 below -126. NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        exponent = _fma(builder, args[0], args[1], builder.fneg(args[2]))
+        is_above = builder.fcmp_unordered(">", exponent, _constant(-126.0))
+        # Flags of its own keep numba's, which would let LLVM cancel the constant, off an instruction.
+        shifted = builder.fadd(exponent, _constant(_TO_EXPONENT), flags=("nsz",))
+        whole = builder.fsub(shifted, _constant(_TO_EXPONENT), flags=("nsz",))
+        fraction = builder.fsub(exponent, whole)
+        value = _constant(_POWER_POLYNOMIAL[0])
+        for coefficient in _POWER_POLYNOMIAL[1:]:
+            value = _fma(builder, value, fraction, _constant(coefficient))
+        bits = builder.shl(builder.bitcast(shifted, _BITS32), ir.Constant(_BITS32, [23] * LANES))
+        power = builder.bitcast(bits, _VECTOR)
+        return builder.select(is_above, builder.fmul(value, power), _constant(0.0))
+
+    return float32x16(float32x16, float32x16, float32x16), codegen
+
+
+# Rounding to bfloat16 ---------------------------------------------------------------------------------------
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's type, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS16 = ir.VectorType(ir.IntType(16), 2 * LANES)
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_rounded(
+    typing_context: Any, array: Any, row: Any, column: Any, low: Any, high: Any, total: Any
+) -> Any:
+    """array[row, column : column + 32] = low and high as bfloat16 bits; for CPUs with AVX512-BF16 only.
+
+    Returns:
+        The total plus the rounded numbers, those at 2 * i and 2 * i + 1 in lane i.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *place, low, high, total = args
+
+        def call(name: str, result: Any, *operands: Any) -> Any:
+            function_type = ir.FunctionType(result, [operand.type for operand in operands])
+            name = f"llvm.x86.avx512bf16.{name}.512"
+            return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
+
+        rounded = call("cvtne2ps2bf16", _PAIRS, high, low)
+        pointer = _pointer(context, builder, array, *place)
+        bits = builder.bitcast(rounded, _PAIRS16)
+        builder.store(bits, builder.bitcast(pointer, _PAIRS16.as_pointer()), align=2)
+        ones = builder.bitcast(ir.Constant(_PAIRS16, [0x3F80] * (2 * LANES)), _PAIRS)
+        return call("dpbf16ps", _VECTOR, total, rounded, ones)
+
+    signature = float32x16(array, types.intp, types.intp, float32x16, float32x16, float32x16)
+    return signature, codegen
 
 
 # Products --------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The compiled CPU loops against torch and plain float64: tight in float32, one rounding in bfloat16."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +11,9 @@ from torch.nn import functional
 
 from specdec.engine.attention import AttentionTraits, cpu, reference
 from specdec.engine.batch import TILE, Segment, StepBatch
-from specdec.engine.kv_layout import BlockLayer, FlatLayer, make_layer
+from specdec.engine.kv_layout import BlockLayer, FlatLayer, PairedBlockLayer, make_layer
 from specdec.engine.threads import set_num_threads
-from specdec.kernels import as_array, layers, scalars, simd
+from specdec.kernels import as_array, layers, memory, scalars, simd, tiles
 from specdec.kernels.attention import BLOCK, CHUNK
 from tests.kernel_threads import kernel_threads
 
@@ -31,6 +34,25 @@ def num_threads(request):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def dtype(request):
     return request.param
+
+
+class CacheKind(NamedTuple):
+    dtype: torch.dtype
+    layer: type[BlockLayer]
+
+
+FLOAT32 = CacheKind(torch.float32, BlockLayer)
+KINDS = {
+    "float32": FLOAT32,
+    "bfloat16": CacheKind(torch.bfloat16, BlockLayer),
+    "bfloat16 in pairs": CacheKind(torch.bfloat16, PairedBlockLayer),
+}
+needs_tiles = pytest.mark.skipif(not tiles.IS_AVAILABLE, reason="this CPU has no AMX")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[needs_tiles] * ("pairs" in name)) for name in KINDS])
+def kind(request):
+    return KINDS[request.param]
 
 
 def normal(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -120,6 +142,19 @@ def test_exponential_of_nan_is_nan():
     assert exp_of(torch.tensor([torch.nan, 1.0])).isnan().tolist() == [True, False]
 
 
+@njit(**{**scalars.OPTIONS, "cache": False})
+def misalignments(count):
+    """Of so many arrays that live at once, in bytes."""
+    arrays = [memory.zeros((3, 7 + i), np.int16) for i in range(count)]
+    return [array.ctypes.data % 64 for array in arrays], sum([np.abs(array).sum() for array in arrays])
+
+
+def test_memory_of_kernels_begins_with_a_cache_line():
+    bytes_over, total = misalignments(9)
+    assert list(bytes_over) == [0] * 9
+    assert total == 0
+
+
 # Vectors --------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +188,39 @@ def test_vector_of_exponentials_at_the_ends():
     assert out[2:5] == [0.0, 0.0, 0.0]
     assert np.isnan(out[5])
     assert out[6] == 0.0
+
+
+@njit(**{**scalars.OPTIONS, "cache": False})
+def powers_of_two(x, factor, shift, out):
+    for i in range(0, x.shape[1], simd.LANES):
+        vector = simd.load(x, 0, i)
+        vector = simd.power_of_two(vector, simd.splat(np.float32(factor)), simd.splat(np.float32(shift)))
+        simd.store(out, 0, i, vector)
+
+
+def power_of_two(x, factor, shift):
+    out = torch.empty(1, len(x))
+    powers_of_two(x.unsqueeze(0).numpy(), factor, shift, out.numpy())
+    return out[0]
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(1.0, 0.0), (0.125, 3.0), (1.4426950408889634, 21.7)])
+def test_vector_of_powers_of_two_is_precise_to_three_in_a_million(factor, shift):
+    x = (torch.linspace(-125.9, 1.0, 16 * 50_000) + shift) / factor
+    exact = torch.exp2(x.double() * float(np.float32(factor)) - float(np.float32(shift)))
+    # The exponent, of up to 126, is rounded to float32 first.
+    tolerance = 3e-6 + 126 * 2.0**-24
+    assert float(((power_of_two(x, factor, shift).double() - exact) / exact).abs().max()) < tolerance
+
+
+def test_vector_of_powers_of_two_at_the_ends():
+    x = torch.tensor([0.0, 1.0, -1.0, -126.0, -1000.0, -torch.inf, torch.nan, -torch.nan] * 2)
+    x[-1] = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)
+    out = power_of_two(x, 1.0, 0.0).tolist()
+    assert out[0] == 1.0
+    assert out[1:3] == pytest.approx([2.0, 0.5], rel=3e-6)
+    assert out[3:6] == [0.0, 0.0, 0.0]
+    assert np.isnan(out[6:8] + out[14:]).all()
 
 
 @njit(**{**scalars.OPTIONS, "cache": False})
@@ -306,15 +374,17 @@ def exact_rotated(heads, weight, cos, sin):
     [(4, 2, 8, 8), (3, 3, 64, 64), (9, 3, 64, 32), (8, 1, 80, 20), (2, 1, 256, 256), (1, 1, 2, 2)],
 )
 def test_rotated_heads_and_what_is_cached(
-    num_heads, num_kv_heads, head_dim, rotary_dim, is_normed, dtype, num_threads
+    num_heads, num_kv_heads, head_dim, rotary_dim, is_normed, kind, num_threads
 ):
+    dtype = kind.dtype
     positions = torch.tensor([7, 0, 30, 8, 3])
     slots = torch.tensor([BLOCK, 3 * BLOCK + 5, 0, BLOCK - 1, 2 * BLOCK + 9])
     qkv = normal(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     cos, sin = normal(31, rotary_dim // 2, seed=1).cos(), normal(31, rotary_dim // 2, seed=2).sin()
     q_weight, k_weight = (normal(head_dim, seed=seed) if is_normed else None for seed in (3, 4))
     query = torch.empty(5, num_heads, head_dim, dtype=dtype)
-    layer = BlockLayer(qkv[:, :num_kv_heads], qkv[:, :num_kv_heads], num_blocks=NUM_BLOCKS, block_size=BLOCK)
+    new = qkv[:, :num_kv_heads]
+    layer = kind.layer(new, new, num_blocks=NUM_BLOCKS, block_size=BLOCK)
     layer.keys.fill_(7.0)
     layer.values.fill_(7.0)
     layers.rotate_and_store(
@@ -342,8 +412,12 @@ def test_rotated_heads_and_what_is_cached(
 
 def by_slot(layer):
     """[slots, kv_heads, head_dim] each."""
-    keys = layer.keys.permute(0, 3, 1, 2).flatten(0, 1)
-    return keys, layer.values.transpose(1, 2).flatten(0, 1)
+    num_slots = len(layer.keys) * BLOCK
+    everywhere = Segment(
+        start=0, num_tokens=num_slots, kv_length=num_slots, blocks=list(range(len(layer.keys)))
+    )
+    batch = StepBatch.of(range(num_slots), [], [everywhere], BLOCK, CPU)
+    return (x.transpose(0, 1) for x in layer.gather(batch, 0, 0))
 
 
 def batch_of(lengths, cached, *, seed=0, spare_blocks=2):
@@ -362,11 +436,10 @@ def batch_of(lengths, cached, *, seed=0, spare_blocks=2):
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (80, 12), (5, 21)])
-def test_written_keys_and_values_are_gathered_again(head_dim, value_dim, dtype, num_threads):
+def test_written_keys_and_values_are_gathered_again(head_dim, value_dim, kind, num_threads):
     batch, num_blocks = batch_of([1, 5, 40], [0, 0, 0])
-    key, value = normal(46, 3, head_dim, dtype=dtype), normal(46, 3, value_dim, dtype=dtype, seed=1)
-    layer = make_layer(key, value, num_blocks, BLOCK)
-    assert isinstance(layer, BlockLayer)
+    key, value = normal(46, 3, head_dim, dtype=kind.dtype), normal(46, 3, value_dim, dtype=kind.dtype, seed=1)
+    layer = kind.layer(key, value, num_blocks, BLOCK)
     layer.write(key, value, batch)
     for idx, start, end in ((0, 0, 1), (1, 1, 6), (2, 6, 46)):
         for first in (0, (end - start) // 2):
@@ -375,11 +448,11 @@ def test_written_keys_and_values_are_gathered_again(head_dim, value_dim, dtype, 
             assert torch.equal(values, value[start + first : end].transpose(0, 1))
 
 
-@pytest.mark.parametrize("kind", [BlockLayer, FlatLayer])
-def test_block_is_copied_whole_and_alone(kind, dtype):
+@pytest.mark.parametrize("layer_type", [BlockLayer, PairedBlockLayer, FlatLayer])
+def test_block_is_copied_whole_and_alone(layer_type, dtype):
     batch, num_blocks = batch_of([3 * BLOCK], [0])
     key, value = normal(3 * BLOCK, 2, 8, dtype=dtype), normal(3 * BLOCK, 2, 12, dtype=dtype, seed=1)
-    layer = kind(key, value, num_blocks, BLOCK)
+    layer = layer_type(key, value, num_blocks, BLOCK)
     layer.write(key, value, batch)
     first, _, third = batch.tables[0]
     layer.copy_block(int(first), int(third))
@@ -389,11 +462,19 @@ def test_block_is_copied_whole_and_alone(kind, dtype):
     assert torch.equal(values, value[order].transpose(0, 1))
 
 
+def test_bfloat16_lies_in_pairs_where_the_cpu_has_tiles():
+    x = normal(1, 1, 8)
+    assert type(make_layer(x, x, 1, BLOCK)) is BlockLayer
+    expected = PairedBlockLayer if tiles.IS_AVAILABLE else BlockLayer
+    assert type(make_layer(x.bfloat16(), x.bfloat16(), 1, BLOCK)) is expected
+    assert type(make_layer(x.half(), x.half(), 1, BLOCK)) is FlatLayer
+
+
 # Attention ------------------------------------------------------------------------------------------------
 
 
-def exact_attention(query, layer, batch, traits):
-    """One query at a time in float64."""
+def exact_attention(query, layer, batch, traits, *, of_values=torch.clone):
+    """One query at a time in float64, over some function of the values."""
     group = query.shape[1] // layer.keys.shape[1]
     out = []
     for idx, (start, num_queries, kv_length) in enumerate(batch.segments[:, 1:].tolist()):
@@ -408,7 +489,7 @@ def exact_attention(query, layer, batch, traits):
             if traits.sinks is not None:
                 scores = torch.cat([scores, traits.sinks.double().unsqueeze(-1)], dim=-1)
             weights = scores.softmax(dim=-1)[:, : end - first]
-            out.append((weights.unsqueeze(1) @ values[:, first:end]).squeeze(1))
+            out.append((weights.unsqueeze(1) @ of_values(values[:, first:end])).squeeze(1))
     return torch.stack(out)
 
 
@@ -423,7 +504,7 @@ LONG_CACHED = [3 * CHUNK * BLOCK + 1, 2 * CHUNK * BLOCK - 3, CHUNK * BLOCK - 1, 
 
 
 def check_attention(
-    dtype,
+    kind,
     traits,
     *,
     num_kv_heads=2,
@@ -435,21 +516,33 @@ def check_attention(
     lengths=LENGTHS,
     cached=CACHED,
 ):
+    dtype = kind.dtype
     batch, num_blocks = batch_of(lengths, cached)
     num_slots = num_blocks * BLOCK
-    query = normal(sum(lengths), num_kv_heads * group, head_dim, dtype=dtype, scale=query_scale)
-    key = normal(num_slots, num_kv_heads, head_dim, dtype=dtype, seed=1)
-    value = normal(num_slots, num_kv_heads, value_dim, dtype=dtype, seed=2)
-    layer = BlockLayer(key, value, num_blocks, BLOCK)
+    query = normal(sum(lengths), num_kv_heads * group, head_dim, dtype=kind.dtype, scale=query_scale)
+    key = normal(num_slots, num_kv_heads, head_dim, dtype=kind.dtype, seed=1)
+    value = normal(num_slots, num_kv_heads, value_dim, dtype=kind.dtype, seed=2)
+    layer = kind.layer(key, value, num_blocks, BLOCK)
     everywhere, _ = batch_of([num_slots], [0], spare_blocks=0)
     layer.write(key, value, everywhere)
     exact = exact_attention(query, layer, batch, traits)
-    out = torch.full((*query.shape[:2], value_dim), torch.nan, dtype=dtype)
+    out = torch.full((*query.shape[:2], value_dim), torch.nan, dtype=kind.dtype)
     cpu.attend_into(query, layer, batch, traits, out)
-    assert_rounded_once(out, exact, atol=atol)
+    if kind.layer is PairedBlockLayer:
+        size = exact_attention(query, layer, batch, traits, of_values=torch.abs)
+        assert_rounded_weights(out, exact, size)
+    else:
+        assert_rounded_once(out, exact, atol=atol)
     by_torch = reference.attend(query, layer, batch, traits, value_dim)
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
     torch.testing.assert_close(by_torch.double(), exact, rtol=tolerance, atol=max(tolerance, atol))
+
+
+def assert_rounded_weights(actual, exact, size):
+    """Each weight rounded once, then the result; ``size`` is the weighted sum of the values without signs."""
+    bound = BFLOAT16_ROUNDING * (2.02 * size + exact.abs()) + 2e-6
+    excess = (actual.double() - exact).abs() - bound
+    assert float(excess.max()) <= 0.0
 
 
 def sinks(num_heads):
@@ -458,23 +551,23 @@ def sinks(num_heads):
 
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
-def test_attention_over_groups_and_head_sizes(group, head_dim, dtype, num_threads):
+def test_attention_over_groups_and_head_sizes(group, head_dim, kind, num_threads):
     traits = AttentionTraits(scale=head_dim**-0.5)
-    check_attention(dtype, traits, group=group, head_dim=head_dim, value_dim=head_dim)
+    check_attention(kind, traits, group=group, head_dim=head_dim, value_dim=head_dim)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, CHUNK * BLOCK, CHUNK * BLOCK + 17])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_attention_over_several_chunks(window, has_sinks, dtype, num_threads):
+def test_attention_over_several_chunks(window, has_sinks, kind, num_threads):
     traits = AttentionTraits(scale=0.35, window=window, sinks=sinks(6) if has_sinks else None)
     check_attention(
-        dtype, traits, group=3, head_dim=16, value_dim=16, lengths=LONG_LENGTHS, cached=LONG_CACHED
+        kind, traits, group=3, head_dim=16, value_dim=16, lengths=LONG_LENGTHS, cached=LONG_CACHED
     )
 
 
 def test_attention_over_several_chunks_that_is_sure_of_one_position():
     check_attention(
-        torch.float32,
+        FLOAT32,
         AttentionTraits(scale=1.0),
         head_dim=64,
         query_scale=20.0,
@@ -485,81 +578,81 @@ def test_attention_over_several_chunks_that_is_sure_of_one_position():
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 12), (16, 3), (80, 64), (24, 128)])
-def test_attention_with_values_of_another_size(head_dim, value_dim, dtype):
-    check_attention(dtype, AttentionTraits(scale=0.3), head_dim=head_dim, value_dim=value_dim)
+def test_attention_with_values_of_another_size(head_dim, value_dim, kind):
+    check_attention(kind, AttentionTraits(scale=0.3), head_dim=head_dim, value_dim=value_dim)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, TILE, TILE + 8, 1000])
-def test_attention_in_a_window(window, dtype):
-    check_attention(dtype, AttentionTraits(scale=0.35, window=window), group=3)
+def test_attention_in_a_window(window, kind):
+    check_attention(kind, AttentionTraits(scale=0.35, window=window), group=3)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_attention_with_a_softcap_and_sinks(window, softcap, has_sinks, dtype):
+def test_attention_with_a_softcap_and_sinks(window, softcap, has_sinks, kind):
     traits = AttentionTraits(
         scale=0.35, window=window, softcap=softcap, sinks=sinks(4) if has_sinks else None
     )
-    check_attention(dtype, traits)
+    check_attention(kind, traits)
 
 
 def test_attention_with_one_head():
-    check_attention(torch.float32, AttentionTraits(scale=0.35), num_kv_heads=1, group=1)
+    check_attention(FLOAT32, AttentionTraits(scale=0.35), num_kv_heads=1, group=1)
 
 
 def test_attention_that_is_sure_of_one_position():
     """Scores of hundreds: their exponentials would overflow, and their own rounding shows."""
     traits = AttentionTraits(scale=1.0)
-    check_attention(torch.float32, traits, head_dim=64, value_dim=8, query_scale=20.0, atol=1e-3)
+    check_attention(FLOAT32, traits, head_dim=64, value_dim=8, query_scale=20.0, atol=1e-3)
 
 
-def test_sink_far_above_the_scores_takes_everything():
+def test_sink_far_above_the_scores_takes_everything(kind):
     batch, num_blocks = batch_of([3], [4])
-    x = normal(num_blocks * BLOCK, 1, 8)
-    layer = BlockLayer(x, x, num_blocks, BLOCK)
+    x = normal(num_blocks * BLOCK, 1, 8, dtype=kind.dtype)
+    layer = kind.layer(x, x, num_blocks, BLOCK)
     layer.write(x, x, batch_of([len(x)], [0], spare_blocks=0)[0])
-    out = torch.empty(3, 1, 8)
+    out = torch.empty(3, 1, 8, dtype=kind.dtype)
     cpu.attend_into(x[:3], layer, batch, AttentionTraits(scale=1.0, sinks=torch.tensor([200.0])), out)
-    assert torch.equal(out, torch.zeros(3, 1, 8))
+    assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_attention_sees_nothing_of_others_and_nothing_behind(dtype):
+def test_attention_sees_nothing_of_others_and_nothing_behind(kind):
     """Every other slot holds infinities and NaN: the least weight on one of them would show."""
     batch, num_blocks = batch_of([1, 3], [20, 29])
     num_tokens, num_slots = 4, num_blocks * BLOCK
-    x = normal(num_slots, 2, 8, dtype=dtype)
-    layer = BlockLayer(x, x, num_blocks, BLOCK)
+    x = normal(num_slots, 2, 8, dtype=kind.dtype)
+    layer = kind.layer(x, x, num_blocks, BLOCK)
     layer.write(x, x, batch_of([num_slots], [0], spare_blocks=0)[0])
     traits = AttentionTraits(scale=0.35)
-    query = normal(num_tokens, 4, 8, dtype=dtype, seed=1)
+    query = normal(num_tokens, 4, 8, dtype=kind.dtype, seed=1)
     before, after = torch.empty_like(query), torch.empty_like(query)
     cpu.attend_into(query, layer, batch, traits, before)
     own = np.concatenate([batch.slots_of(0), batch.slots_of(1)])
     strange = torch.ones(num_slots, dtype=torch.bool)
     strange[torch.from_numpy(own)] = False
     assert strange.sum() >= 2 * BLOCK
-    for slot in strange.nonzero().flatten().tolist():
-        layer.keys[slot // BLOCK, :, :, slot % BLOCK] = torch.inf
-        layer.values[slot // BLOCK, :, slot % BLOCK] = torch.nan
+    slots = strange.nonzero().flatten().numpy()
+    infinities = torch.full((len(slots), 2, 8), torch.inf, dtype=kind.dtype)
+    layer.write(infinities, infinities * 0.0, replace(batch, slots=slots))
     cpu.attend_into(query, layer, batch, traits, after)
     assert torch.equal(after, before)
 
 
-def test_result_does_not_depend_on_the_company(dtype):
+def test_result_does_not_depend_on_the_company(kind):
     """Bit for bit: a sequence says the same whoever is in the batch with it."""
     together, num_blocks = batch_of(LENGTHS, CACHED)
-    x = normal(num_blocks * BLOCK, 2, 16, dtype=dtype)
-    layer = BlockLayer(x, x, num_blocks, BLOCK)
+    x = normal(num_blocks * BLOCK, 2, 16, dtype=kind.dtype)
+    layer = kind.layer(x, x, num_blocks, BLOCK)
     layer.write(x, x, batch_of([len(x)], [0], spare_blocks=0)[0])
-    query = normal(sum(LENGTHS), 6, 16, dtype=dtype, seed=1)
+    query = normal(sum(LENGTHS), 6, 16, dtype=kind.dtype, seed=1)
     traits, out = AttentionTraits(scale=0.25), torch.empty_like(query)
     cpu.attend_into(query, layer, together, traits, out)
     for idx, (start, length, kv_length) in enumerate(together.segments[:, 1:].tolist()):
         blocks = together.tables[idx].tolist()
         segment = Segment(start=0, num_tokens=length, kv_length=kv_length, blocks=blocks)
         alone = StepBatch.of(range(length), [], [segment], BLOCK, CPU)
-        mine = torch.empty(length, 6, 16, dtype=dtype)
+        mine = torch.empty(length, 6, 16, dtype=kind.dtype)
         cpu.attend_into(query[start : start + length], layer, alone, traits, mine)
         assert torch.equal(mine, out[start : start + length])
 
@@ -580,16 +673,16 @@ def attended_in_portions(portions, query, layer, blocks, traits):
 @pytest.mark.parametrize("value_dim", [16, 12])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("window", [None, 5, 100])
-def test_result_does_not_depend_on_the_portions(window, softcap, value_dim, dtype):
+def test_result_does_not_depend_on_the_portions(window, softcap, value_dim, kind):
     """Bit for bit: a prompt, a draft to verify and single tokens give a position the same result."""
     length = 2 * CHUNK * BLOCK + 9
     num_blocks = -(-length // BLOCK)
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
-    key = normal(num_blocks * BLOCK, 2, 16, dtype=dtype)
-    value = normal(num_blocks * BLOCK, 2, value_dim, dtype=dtype, seed=1)
-    layer = BlockLayer(key, value, num_blocks, BLOCK)
+    key = normal(num_blocks * BLOCK, 2, 16, dtype=kind.dtype)
+    value = normal(num_blocks * BLOCK, 2, value_dim, dtype=kind.dtype, seed=1)
+    layer = kind.layer(key, value, num_blocks, BLOCK)
     layer.write(key, value, batch_of([len(key)], [0], spare_blocks=0)[0])
-    query = normal(length, 6, 16, dtype=dtype, seed=2)
+    query = normal(length, 6, 16, dtype=kind.dtype, seed=2)
     traits = AttentionTraits(scale=0.3, window=window, softcap=softcap, sinks=sinks(6))
     triples = [3] * (length // 3) + [length % 3] * (length % 3 > 0)
     results = [
@@ -599,15 +692,30 @@ def test_result_does_not_depend_on_the_portions(window, softcap, value_dim, dtyp
     assert all(torch.equal(out, results[0]) for out in results)
 
 
-def test_query_that_is_not_a_number_spoils_its_own_result_only(dtype):
+def test_query_that_is_not_a_number_spoils_its_own_result_only(kind):
     batch, num_blocks = batch_of([5, 2], [140, 7])
-    x = normal(num_blocks * BLOCK, 2, 16, dtype=dtype)
-    layer = BlockLayer(x, x, num_blocks, BLOCK)
+    x = normal(num_blocks * BLOCK, 2, 16, dtype=kind.dtype)
+    layer = kind.layer(x, x, num_blocks, BLOCK)
     layer.write(x, x, batch_of([len(x)], [0], spare_blocks=0)[0])
-    query = normal(7, 4, 16, dtype=dtype, seed=1)
+    query = normal(7, 4, 16, dtype=kind.dtype, seed=1)
     query[2, 1, 3] = torch.nan
     out = torch.empty_like(query)
     cpu.attend_into(query, layer, batch, AttentionTraits(scale=0.25), out)
     spoilt = torch.zeros_like(out, dtype=torch.bool)
     spoilt[2, 1] = True
     assert torch.equal(out.isnan(), spoilt)
+
+
+@needs_tiles
+@pytest.mark.parametrize("window", [None, 40])
+def test_weights_in_tiles_add_up_to_one(window):
+    """Rounded as they are: equal values come back as they were."""
+    batch, num_blocks = batch_of(LENGTHS, CACHED)
+    key = normal(num_blocks * BLOCK, 2, 16, dtype=torch.bfloat16, scale=3.0)
+    value = torch.full_like(key, 1.40625)
+    layer = PairedBlockLayer(key, value, num_blocks, BLOCK)
+    layer.write(key, value, batch_of([len(key)], [0], spare_blocks=0)[0])
+    query = normal(sum(LENGTHS), 6, 16, dtype=torch.bfloat16, seed=1)
+    out = torch.empty_like(query)
+    cpu.attend_into(query, layer, batch, AttentionTraits(scale=0.25, window=window), out)
+    assert (out == 1.40625).all()

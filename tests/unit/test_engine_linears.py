@@ -3,11 +3,12 @@
 import numba
 import pytest
 import torch
+from torch.nn import functional
 
 from specdec.engine.decoder import weights
-from specdec.engine.decoder.weights import OneDnnLinear, PanelLinear, TorchLinear, make_linear
+from specdec.engine.decoder.weights import OneDnnLinear, PanelLinear, TileLinear, TorchLinear, make_linear
 from specdec.engine.threads import set_num_threads
-from specdec.kernels import as_array, matmul
+from specdec.kernels import as_array, matmul, tile_matmul, tiles
 from tests.kernel_threads import kernel_threads
 
 set_num_threads(1)
@@ -33,12 +34,21 @@ def onednn(weight, bias):
     return OneDnnLinear(weight, bias)
 
 
+def tiled(weight, bias):
+    """The kernel for tiles, with inputs that weigh nothing up to whole ones."""
+    if not tiles.IS_AVAILABLE:
+        pytest.skip("this CPU has no tiles")
+    missing = -weight.shape[1] % tile_matmul.DEPTH
+    linear = TileLinear(functional.pad(weight, (0, missing)), bias)
+    return lambda x: linear(functional.pad(x, (0, missing)))
+
+
 def exact(x, weight, bias):
     product = x.double() @ weight.double().T
     return product if bias is None else product + bias.double()
 
 
-@pytest.mark.parametrize("make", [onednn, PanelLinear, TorchLinear])
+@pytest.mark.parametrize("make", [onednn, tiled, PanelLinear, TorchLinear])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 def test_product_is_rounded_once(make, num_outputs, num_inputs, has_bias, num_threads):
@@ -54,17 +64,19 @@ def test_product_is_rounded_once(make, num_outputs, num_inputs, has_bias, num_th
         )
 
 
+@pytest.mark.parametrize("make", [tiled, PanelLinear])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-def test_row_of_panels_has_the_same_bits_in_any_company(num_outputs, num_inputs, num_threads):
-    linear = PanelLinear(normal(num_outputs, num_inputs), normal(num_outputs, seed=1))
+def test_row_has_the_same_bits_in_any_company(make, num_outputs, num_inputs, num_threads):
+    linear = make(normal(num_outputs, num_inputs), normal(num_outputs, seed=1))
     x = normal(512, num_inputs, seed=2)
     together = linear(x)
     for num_rows in (*range(1, 41), 100):
         assert torch.equal(linear(x[7 : 7 + num_rows]), together[7 : 7 + num_rows])
 
 
-def test_result_of_panels_is_the_same_with_any_number_of_threads():
-    linear, x = PanelLinear(normal(100, 64), None), normal(70, 64, seed=2)
+@pytest.mark.parametrize("make", [tiled, PanelLinear])
+def test_result_is_the_same_with_any_number_of_threads(make):
+    linear, x = make(normal(100, 64), None), normal(300, 64, seed=2)
     set_num_threads(1)
     alone = linear(x)
     for num_threads in range(2, numba.config.NUMBA_NUM_THREADS + 1):
@@ -86,12 +98,13 @@ def test_panels_take_float32_rows_too():
     torch.testing.assert_close(out.double(), exact(x, weight, None), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [tiled, PanelLinear])
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_a_number_stays_in_its_row_and_its_output(special):
+def test_what_is_not_a_number_stays_in_its_row_and_its_output(make, special):
     weight, x = normal(40, 8), normal(7, 8, seed=2)
     weight[17, 3] = special
     x[4, 5] = special
-    out = PanelLinear(weight, None)(x)
+    out = make(weight, None)(x)
     strange = torch.zeros(7, 40, dtype=torch.bool)
     strange[4] = strange[:, 17] = True
     assert torch.equal(~out.isfinite(), strange)
@@ -105,6 +118,14 @@ def test_every_weight_is_widened_to_itself():
     for shift in (0, 3, 8):
         rolled = finite.roll(shift, 0)
         assert torch.equal(PanelLinear(rolled, None)(one)[0], rolled[:, 0])
+
+
+def test_bfloat16_goes_to_tiles_where_there_are_some():
+    kind = TileLinear if tiles.IS_AVAILABLE else type(make_linear(normal(4, 4), None))
+    assert isinstance(make_linear(normal(4, 64), None), kind)
+    assert not isinstance(make_linear(normal(4, 48), None), TileLinear)
+    with pytest.raises(ValueError, match="no multiple of 32"):
+        tile_matmul.pack(normal(4, 48))
 
 
 @pytest.mark.parametrize(("is_supported", "kind"), [(False, PanelLinear), (True, OneDnnLinear)])

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from specdec.engine.attention import AttentionTraits
-from specdec.kernels import as_array, matmul
+from specdec.kernels import as_array, matmul, tile_matmul, tiles
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -105,13 +105,16 @@ class DecoderWeights:
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Hold a matrix [out, in] as its device multiplies fastest.
 
-    On the CPU bfloat16 is laid out once, here, and not in every call: for oneDNN, or for a kernel of ours
-    where the CPU has nothing that oneDNN could use (docs/decisions/0011-cpu-kernels.md).
+    On the CPU bfloat16 is laid out once, here, and not in every call: for a kernel of ours where the CPU has
+    tiles, for oneDNN where it has other instructions for bfloat16, and for another kernel of ours where it
+    has none (docs/decisions/0011-cpu-kernels.md).
     """
     weight = weight.detach().contiguous()
     bias = None if bias is None else bias.detach()
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return TorchLinear(weight, bias)
+    if tiles.IS_AVAILABLE and weight.shape[1] % tile_matmul.DEPTH == 0:
+        return TileLinear(weight, bias)
     return OneDnnLinear(weight, bias) if has_onednn_bfloat16() else PanelLinear(weight, bias)
 
 
@@ -147,6 +150,26 @@ class OneDnnLinear:
 
     def padded_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows)
+
+
+class TileLinear:
+    """bfloat16 on CPUs with AMX. A row's result is the same with any others beside it, and alone."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs = len(weight)
+        self._panels = tile_matmul.pack(weight)
+        self._bias = tile_matmul.pack_bias(bias, self._panels)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), self._num_outputs)
+        num_threads, configurations = numba.get_num_threads(), tile_matmul.CONFIGURATIONS
+        tile_matmul.multiply(
+            as_array(x), self._panels, self._bias, num_threads, configurations, as_array(out)
+        )
+        return out
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows
 
 
 class PanelLinear:
