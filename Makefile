@@ -8,6 +8,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 9000
 MINUTES ?= 5
 SEED ?= 1
+CASES ?= 5000
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -23,7 +24,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run test chaos ray-up-test lint types fmt proto bench clean
+.PHONY: help run test fuzz chaos ray-up-test lint types fmt proto bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +53,10 @@ test: $(VENV)/.dev ## Run the tests (PYTEST_ARGS='tests/unit -k name' for some)
 	@$(BIN)/specdec models pull smollm2
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-chaos: $(VENV)/.dev ## Kill and hang workers and coordinators under load, and compare every text (MINUTES, SEED)
+fuzz: $(VENV)/.dev ## Send 5,000 odd requests over each protocol, and look for server errors (CASES)
+	@SPECDEC_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
+
+chaos: $(VENV)/.dev ## Kill, hang and scale workers and coordinators under load, and compare every text (MINUTES, SEED)
 	@$(BIN)/specdec bench chaos --minutes $(MINUTES) --seed $(SEED)
 
 ray-up-test: $(VENV)/.dev ## Start a cluster of three hosts with `ray up`, on this machine (root, openssh-server, rsync)

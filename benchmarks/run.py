@@ -41,7 +41,7 @@ def measure(
     steps = sum(m.num_spec_steps for m in metrics)
     accepted = sum(m.num_accepted_draft_tokens for m in metrics)
     return {
-        "tokens_per_s": sum(len(answer.token_ids) for answer in answers) / elapsed_s,
+        "tokens_per_s": sum(answer.usage.completion_tokens for answer in answers) / elapsed_s,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
     }

@@ -80,6 +80,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Interface for HTTP and gRPC.")] = None,
     http_port: Annotated[int | None, typer.Option()] = None,
     grpc_port: Annotated[int | None, typer.Option()] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate chain: HTTP and gRPC over TLS, with --tls-key.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM private key.")] = None,
     address: Annotated[
         str | None, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; default: start one here.")
     ] = None,
@@ -100,6 +104,7 @@ def serve(
         load_deploy_config,
         parse_settings,
     )
+    from specdec.cluster.exposure import exposures
     from specdec.cluster.server import RunningServer
 
     def load(overrides: dict[str, object]) -> DeployConfig:
@@ -108,12 +113,14 @@ def serve(
         return default_deploy_config(overrides, num_gpus=_count_gpus() if address is None else 0)
 
     overrides = _overrides(target, draft, num_speculative_tokens, host, http_port, grpc_port)
+    overrides |= _tls_overrides(tls_cert, tls_key)
     overrides |= parse_settings(setting or [])
     deploy = load(overrides)
     if dtype is not None:
         models = ["target", "draft"] if deploy.app.draft else ["target"]
         deploy = load({**overrides, **{f"args.{model}.dtype": dtype for model in models}})
-    _warn_if_exposed(deploy.schema.http_options.host, deploy.app.gateway.grpc_host)
+    for warning in exposures(deploy.schema.http_options, deploy.app.gateway):
+        console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     if address is None:
         _preflight(deploy.app)
     signals = _Signals()
@@ -146,7 +153,12 @@ def status(
 
 @app.command()
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="Like draft=2 target=1.")],
+    counts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ROLE=N...", help="Like draft=2 target=1; bounds, draft=1..4, where it scales by itself."
+        ),
+    ],
     address: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; default: the one on this machine.")
     ] = "auto",
@@ -182,9 +194,40 @@ def bench_pipeline(
             counted_s=seconds,
             on_step=lambda text: status.update(escape(text)),
         )
-    Console().print(pipeline.table(list(figures(results))))
+    lines = list(figures(results))
+    Console().print(pipeline.table(lines))
     if json_file is not None:
-        pipeline.write_json(json_file, results, {"rounds": rounds, "seconds": seconds})
+        pipeline.write_json(json_file, results, lines, {"rounds": rounds, "seconds": seconds})
+
+
+@bench_app.command("scaling")
+def bench_scaling(
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements and killed drafts; medians count.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of one measurement.")] = 6.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+) -> None:
+    """Measure what a second target or draft brings and what losing the only draft costs, simulated."""
+    from dataclasses import asdict
+
+    from specdec.cluster.attached import attached
+    from specdec.lab.pipeline import run as pipeline
+    from specdec.lab.pipeline import scaling
+
+    with console.status("starting") as status:
+        results = pipeline.run(
+            scaling.SCENARIOS,
+            attached,
+            rounds=rounds,
+            counted_s=seconds,
+            on_step=lambda text: status.update(escape(text)),
+        )
+        status.update(f"killing a draft, {rounds} times")
+        losses = scaling.lose_drafts(attached, rounds=rounds, counted_s=seconds)
+    lines = list(scaling.scaling_figures(results, losses))
+    Console().print(pipeline.table(lines))
+    if json_file is not None:
+        settings = {"rounds": rounds, "seconds": seconds, "losses": [asdict(loss) for loss in losses]}
+        pipeline.write_json(json_file, results, lines, settings)
 
 
 class _Signals:
@@ -236,6 +279,21 @@ def _overrides(
     return values
 
 
+def _tls_overrides(cert: Path | None, key: Path | None) -> dict[str, object]:
+    """One pair of files for both doors; absolute, because they are read by processes with other folders."""
+    if cert is None and key is None:
+        return {}
+    if cert is None or key is None:
+        raise ConfigError("--tls-cert and --tls-key go together")
+    cert_path, key_path = (str(path.expanduser().absolute()) for path in (cert, key))
+    return {
+        "http_options.ssl_certfile": cert_path,
+        "http_options.ssl_keyfile": key_path,
+        "args.gateway.grpc_tls_cert": cert_path,
+        "args.gateway.grpc_tls_key": key_path,
+    }
+
+
 def _count_gpus() -> int:
     import torch
 
@@ -270,14 +328,6 @@ def _describe(config: AppConfig) -> str:
         return f"target {config.target.model}"
     gamma = config.speculation.num_speculative_tokens
     return f"target {config.target.model}, draft {config.draft.model}, γ = {gamma}"
-
-
-def _warn_if_exposed(*hosts: str) -> None:
-    exposed = sorted({host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")})
-    if exposed:
-        console.print(
-            f"[yellow]warning:[/yellow] listening on {', '.join(exposed)}: anyone who reaches it may use it"
-        )
 
 
 @app.command()

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from specdec.errors import ConfigError
 from specdec.types import Overlap
 
+ToolParser = Literal["auto", "hermes", "llama3"]
+ReasoningParser = Literal["auto", "think", "none"]
+
 MAX_SPECULATIVE_TOKENS = 32
 """Upper bound of ``num_speculative_tokens`` everywhere."""
 
@@ -116,7 +119,8 @@ class CoordinatorConfig(_Section):
     max_num_seqs: int = Field(default=32, gt=0)
     """Sequences decoded together in one lane; the others wait."""
     max_waiting: int = Field(default=256, ge=0)
-    """Requests that may wait; beyond it they get 429."""
+    """Requests that may wait; beyond it they get 429. One API key's may be no more than there are places left
+    free."""
     prefill_chunk_tokens: int = Field(default=512, gt=0)
     """Prompt tokens a round may feed to one worker, so that running streams are not stalled; without any,
     four times as many."""
@@ -133,6 +137,10 @@ class CoordinatorConfig(_Section):
     idle_wait_s: float = Field(default=30.0, gt=0)
     """A request waits this long for a coordinator and a target worker, then fails with 503."""
 
+    def max_waiting_of(self, client: str) -> int:
+        """Requests that one client may have in a queue where nobody else waits; "" is all without a key."""
+        return (self.max_waiting + 1) // 2 if client else self.max_waiting
+
 
 class GatewayConfig(_Section):
     grpc_host: str = "127.0.0.1"
@@ -144,10 +152,26 @@ class GatewayConfig(_Section):
     grpc_tls_key: str | None = None
     """PEM private key."""
     api_keys_file: str | None = None
-    """One API key a line, asked for by every ``/v1`` route, ``/status`` and gRPC method; None: no keys."""
+    """One API key a line, asked for by every route and call but those that docs/security.md lists; None: only
+    those of the environment variable ``SPECDEC_API_KEYS``, if any."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call HTTP from a browser, like ``https://example.com``; ``*`` is all of them."""
+    max_requests_per_key: int | None = Field(default=None, gt=0)
+    """Requests with one API key that a gateway serves at a time, waiting ones included; beyond it they get
+    429. None: any number."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     """Larger HTTP bodies get 413, larger gRPC messages RESOURCE_EXHAUSTED."""
     max_stop_strings: int = Field(default=16, gt=0)
+    max_choices: int = Field(default=16, gt=0)
+    """Most that ``n`` and ``best_of`` may ask for."""
+    max_prompts: int = Field(default=128, gt=0)
+    """Prompts in one request."""
+    max_logprobs: int = Field(default=20, ge=0)
+    """Likeliest tokens that may be asked for at each position."""
+    tool_parser: ToolParser = "auto"
+    """The format in which the model writes tool calls; ``auto`` reads it off its chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """``think``: answers begin with reasoning in ``<think>`` tags; ``auto``: if the template knows them."""
     max_stream_messages_per_s: float = Field(default=500.0, gt=0)
     """Shared by the streams of one gateway: beyond it a message carries what several rounds committed."""
     request_timeout_s: float = Field(default=600.0, gt=0)

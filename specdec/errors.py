@@ -25,8 +25,8 @@
      x KVCacheFull                      -     -                    sequence waits, or runs without draft
      x InvariantViolation               500   INTERNAL             no: our bug
 
-Errors cross process boundaries as their class's name, message and param (`specdec.transport`), or pickled
-within Ray, so every class takes these two alone.
+Errors cross process boundaries as their class's name and arguments (`specdec.transport`), or pickled within
+Ray, so every class takes the same three.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class SpecDecError(Exception):
     code: str | None = None
     """``error.code`` in the OpenAI error envelope."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message, param)
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param, retry_after_s)
         self.message = message
         self.param = param
         """Name of the request field at fault, if one is."""
+        self.retry_after_s = retry_after_s
+        """When it is worth trying again, where that has been estimated."""
 
     def __str__(self) -> str:
         return self.message
@@ -101,7 +103,7 @@ class UnknownModel(RequestError):
 
 
 class TooManyRequests(RequestError):
-    """The bounded queue is full."""
+    """The bounded queue is full, or the client has its share of it."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from specdec.types import SamplingParams, SequenceId, TokenChunk, WorkerId
+from specdec.types import Part, SamplingParams, SequenceId, TokenChunk, WorkerId
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -27,10 +27,11 @@ class Opening:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     """A draft that draws one of these drafts no further."""
+    num_logprobs: int | None = None
+    """See `specdec.types.GenerationRequest.num_logprobs`; the target's alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
+class Feed(Part, frozen=True, kw_only=True):
     """Roll one sequence's cache back to ``keep`` positions, then feed ``token_ids`` behind them.
 
     Idempotent: the same feed twice leaves the same cache. ``keep`` beyond what the worker holds, and a feed
@@ -50,8 +51,7 @@ class Feed:
     """Present exactly when ``keep == 0``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProposeItem:
+class ProposeItem(Part, frozen=True, kw_only=True):
     """Ask the draft for up to ``num_draft_tokens`` tokens behind ``feed``; 0 only fills the cache."""
 
     feed: Feed
@@ -70,8 +70,7 @@ class ProposeRequest:
     items: tuple[ProposeItem, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
+class Draft(Part, frozen=True, kw_only=True, eq=False):
     """A draft model's proposal for one sequence.
 
     In rejection mode the draft's truncated law travels with it: K (id, probability) pairs a position, so
@@ -109,8 +108,7 @@ class ProposeReply:
     """All that was to be prepared since the last call had been."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyItem:
+class VerifyItem(Part, frozen=True, kw_only=True):
     """Feed committed tokens and then draft tokens to the target, and judge the draft.
 
     ``feed.token_ids`` ends with ``draft.token_ids``. ``num_rows`` is 0 for a prefill chunk that does not
@@ -120,6 +118,9 @@ class VerifyItem:
     feed: Feed
     num_rows: int
     draft: Draft | None = None
+    scored_ids: tuple[int, ...] = ()
+    """Prompt tokens that the rows of a prefill chunk predict, whose log-probabilities are wanted: one per fed
+    token, and ``num_rows`` of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +131,21 @@ class VerifyRequest:
     items: tuple[VerifyItem, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowLogprobs:
+    """Log-probabilities under the target's raw law; 8 * (k + 1) bytes a row."""
+
+    own: Float32Array
+    """[rows] of the token the target gives for the row (verdicts), or of the scored token."""
+    draft: Float32Array
+    """[gamma] of the draft tokens; empty for scores."""
+    top_ids: Int32Array
+    """[rows, k] the likeliest tokens, likeliest first."""
+    top_logprobs: Float32Array
+    """[rows, k]"""
+
+
+class Verdict(Part, frozen=True, kw_only=True):
     """The target's judgement of one draft of gamma tokens; 12 * gamma bytes and a little more.
 
     ``token_ids[a]`` is the token to commit behind ``a`` accepted draft tokens. In greedy and coupled mode it
@@ -145,11 +159,24 @@ class Verdict:
     """gamma + 1 entries."""
     ratios: tuple[float, ...] = ()
     """Rejection mode: gamma values target_prob / draft_prob of the draft tokens."""
+    logprobs: RowLogprobs | None = None
+    """If asked for: gamma + 1 rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Log-probabilities of the prompt tokens of one prefill chunk."""
+
+    sequence_id: SequenceId
+    epoch: int
+    logprobs: RowLogprobs
+    """One row per scored token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReply:
     verdicts: tuple[Verdict, ...]
+    scores: tuple[Scores, ...] = ()
     lost: tuple[Lost, ...] = ()
     kv_free_tokens: int = 0
     """Room left in the KV cache after this call: whether a sequence that gave way may come back."""

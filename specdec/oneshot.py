@@ -39,15 +39,18 @@ async def generate_once(
     """Print the text to ``out``, accepted draft tokens in colour, and the figures to ``info``."""
     facts = model_info(config.target.model)
     tokenizer = load_tokenizer(config.target.model)
+    asked = (
+        ChatPrompt(messages=(ChatMessage(role="user", content=prompt),))
+        if is_chat
+        else TextPrompt(text=prompt)
+    )
     client_request = ClientRequest(
         request_id=secrets.token_hex(8),
-        prompt=ChatPrompt(messages=(ChatMessage(role="user", content=prompt),))
-        if is_chat
-        else TextPrompt(text=prompt),
+        prompts=(asked,),
         sampling=SamplingOptions(temperature=temperature, seed=seed, max_tokens=max_tokens),
     )
-    prompt_ids = await PromptEncoder(tokenizer, facts.vocab_size).encode(client_request.prompt)
-    request = build_generation_request(client_request, prompt_ids, config=config, model_info=facts)
+    prompt_ids = await PromptEncoder(tokenizer, facts.vocab_size).encode(asked)
+    request = build_generation_request(client_request, asked, prompt_ids, config=config, model_info=facts)
     text = SequenceText(
         copy_of_backend(tokenizer), stop_strings=(), stop_token_ids=request.stop.stop_token_ids
     )

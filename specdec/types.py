@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NewType
 
+import msgspec
+
 SequenceId = NewType("SequenceId", str)
 """One choice of one request; unique in the whole cluster."""
 
@@ -26,6 +28,14 @@ Overlap = Literal["serial", "lookahead", "groups"]
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this temperature decoding is greedy: the law is a point mass to float32 accuracy."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of what a message of a round holds for each sequence: a value like a frozen dataclass.
+
+    It is made in a tenth of the time, crosses between processes without the names of its fields, and is never
+    looked at by the garbage collector: hundreds are made and dropped each round, and none is part of a cycle.
+    """
 
 
 class VerificationMode(StrEnum):
@@ -71,6 +81,12 @@ class SamplingParams:
     """> 0; divides (multiplies) positive (negative) logits of tokens in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, bias) pairs added to the logits, ids distinct."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences the output must not contain: the last token of one is excluded behind the others."""
+    min_tokens: int = 0
+    """Tokens that end a sequence are excluded before so many output tokens."""
+    grammar: str = ""
+    """What the output must match, as llguidance reads it; empty: anything."""
     seed: int = 0
     """Key of all randomness of the sequence, in [0, 2**64)."""
     mode: VerificationMode = VerificationMode.REJECTION
@@ -105,6 +121,14 @@ class GenerationRequest:
     """What the client asks for; None leaves it to the deployment."""
     output_ids: tuple[int, ...] = ()
     """Tokens committed elsewhere before: generation goes on behind them."""
+    client: str = ""
+    """Who asks, for turns in the queue: the digest of an API key; empty where there are none."""
+    is_moved: bool = False
+    """Another coordinator had taken it and was lost: it is not refused for want of room."""
+    num_logprobs: int | None = None
+    """Log-probabilities wanted of each output token, beside so many of the likeliest ones; None: none."""
+    wants_prompt_logprobs: bool = False
+    """The same of the prompt's tokens, the first excepted; with ``num_logprobs``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +160,16 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
+class TokenLogprob:
+    """The target's own opinion of a token: natural logarithms of the softmax of its raw logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest tokens, likeliest first; it need not be among them."""
+
+
+class TokenChunk(Part, frozen=True, kw_only=True):
     """What one round committed for one sequence, on its way from coordinator to gateway.
 
     Wire cost: about 100 bytes plus 8 per token.
@@ -151,6 +184,10 @@ class TokenChunk:
     """How many of them were accepted: the first of ``token_ids``, unless the sequence ended before."""
     is_prepared: bool = False
     """The draft was made while the target verified the block before."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from the second on, on a sequence's first chunk, if asked for."""
     finish_reason: FinishReason | None = None
     """Set on a sequence's last chunk if it ended well."""
     error: str | None = None

@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError
 from specdec.gateway.backend import Backend
 from specdec.gateway.service import GenerationService
 from specdec.messages import CoordinatorStatus
-from specdec.types import GenerationRequest, ModelInfo, SpeculationStats, TokenChunk
+from specdec.types import GenerationRequest, ModelInfo, SpeculationStats, TokenChunk, TokenLogprob
 
 MODEL_NAME = "org/toy-model"
 
@@ -98,6 +98,8 @@ class ScriptedBackend:
     """
 
     token_ids: Sequence[int] = ()
+    script_of: Callable[[GenerationRequest], Sequence[int]] | None = None
+    """Instead of ``token_ids``: each request its own."""
     chunk_sizes: Sequence[int] = (1,)
     """Sizes of the chunks, repeated."""
     block_after: int | None = None
@@ -147,7 +149,8 @@ class ScriptedBackend:
             self.num_running -= 1
 
     async def _chunks(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        output, reason = _cut(itertools.cycle(self.token_ids), request)
+        script = self.token_ids if self.script_of is None else self.script_of(request)
+        output, reason = _cut(itertools.cycle(script), request)
         start = 0
         for idx, size in enumerate(itertools.cycle(self.chunk_sizes)):
             await asyncio.sleep(self.delay_s)
@@ -162,11 +165,31 @@ class ScriptedBackend:
                 token_ids=tuple(output[start:end]),
                 num_drafted=2,
                 num_accepted=1,
+                logprobs=_logprobs(output[start:end], request),
+                prompt_logprobs=_prompt_logprobs(request) if idx == 0 else (),
                 finish_reason=reason if is_last else None,
             )
             if is_last:
                 return
             start = end
+
+
+def logprob_of(token_id: int) -> float:
+    """What a `ScriptedBackend` says of a token, wherever it stands; id 0 is the likeliest."""
+    return -float(token_id) / 64
+
+
+def _logprobs(token_ids: Sequence[int], request: GenerationRequest) -> tuple[TokenLogprob, ...]:
+    if request.num_logprobs is None:
+        return ()
+    top = tuple((token_id, logprob_of(token_id)) for token_id in range(request.num_logprobs))
+    return tuple(
+        TokenLogprob(token_id=token_id, logprob=logprob_of(token_id), top=top) for token_id in token_ids
+    )
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprob, ...]:
+    return _logprobs(request.prompt_ids[1:], request) if request.wants_prompt_logprobs else ()
 
 
 def _cut(tokens: itertools.cycle[int], request: GenerationRequest) -> tuple[list[int], str]:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ import torch
 
 from specdec.config import AppConfig, parse_config
 from specdec.coordinator.local import LocalSystem, run_local
+from specdec.engine.grammar import Grammars
 from specdec.engine.simulated import SimulatedRunner, ToyLaw
 from specdec.sampling.noise import Purpose, exponentials
 from specdec.types import (
@@ -44,12 +45,24 @@ MIN_P_VALUE = 1e-6
 
 
 def reference_law(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_token_ids: Collection[int] = (),
 ) -> Float64Array:
     """The law a client asked for, token by token in float64. Greedy is a point mass at the first maximum."""
     vocab = range(len(logits))
     bias = dict(params.logit_bias)
     scores = [float(logit) for logit in logits]
+    excluded = {
+        token
+        for token in vocab
+        if (token in stop_token_ids and len(output) < params.min_tokens)
+        or any((*prompt, *output, token)[-len(word) :] == word for word in params.bad_words)
+    }
+    if any(scores[token] > -math.inf for token in set(vocab) - excluded):
+        scores = [-math.inf if token in excluded else score for token, score in enumerate(scores)]
     for token in vocab:
         if token in prompt or token in output:
             factor = params.repetition_penalty
@@ -87,9 +100,15 @@ def _softmax(scores: Sequence[float], kept: set[int]) -> Float64Array:
     return np.array(weights) / math.fsum(weights)
 
 
-def toy_next_token_law(law: ToyLaw, params: SamplingParams, prompt: Sequence[int]) -> NextTokenLaw:
+def toy_next_token_law(
+    law: ToyLaw, params: SamplingParams, prompt: Sequence[int], stop_token_ids: Collection[int] = ()
+) -> NextTokenLaw:
     """The processed law of a toy model behind a prompt."""
-    return lambda output: reference_law(law.row([*prompt, *output]).tolist(), params, prompt, output)
+
+    def behind(output: tuple[int, ...]) -> Float64Array:
+        return reference_law(law.row([*prompt, *output]).tolist(), params, prompt, output, stop_token_ids)
+
+    return behind
 
 
 # Laws of blocks -------------------------------------------------------------------------------------------
@@ -173,9 +192,10 @@ def toy_law(kind: str, vocab_size: int, seed: int) -> ToyLaw:
 @functools.cache
 def plain_ids(law: ToyLaw, request: GenerationRequest) -> tuple[int, ...]:
     """Plain decoding of a target: the argmax, or the winner of each position's race, one token at a time."""
-    probs_behind = toy_next_token_law(law, request.sampling, request.prompt_ids)
+    stops = request.stop.stop_token_ids
+    probs_behind = toy_next_token_law(law, request.sampling, request.prompt_ids, stops)
     output: tuple[int, ...] = ()
-    while len(output) < request.stop.max_tokens:
+    while len(output) < request.stop.max_tokens and not stops.intersection(output):
         probs = probs_behind(output)
         position = len(request.prompt_ids) + len(output)
         noise = exponentials(request.sampling.seed, position, Purpose.TARGET, len(probs)).astype(np.float64)
@@ -283,10 +303,15 @@ class Generated:
 
 @asynccontextmanager
 async def toy_system(
-    config: AppConfig, target: ToyLaw, draft: ToyLaw | None, *, draft_context: int = 4096
+    config: AppConfig,
+    target: ToyLaw,
+    draft: ToyLaw | None,
+    *,
+    draft_context: int = 4096,
+    grammars: Grammars | None = None,
 ) -> AsyncIterator[LocalSystem]:
     draft_runner = None if draft is None else runner(draft, max_context=draft_context)
-    async with run_local(config, runner(target), draft_runner) as system:
+    async with run_local(config, runner(target), draft_runner, grammars=grammars) as system:
         yield system
 
 
@@ -297,12 +322,13 @@ async def generate_all(
     requests: Sequence[GenerationRequest],
     *,
     draft_context: int = 4096,
+    grammars: Grammars | None = None,
 ) -> list[Generated]:
     """Run every request through the real coordinator, as many together as the lane takes."""
     results = [Generated() for _ in requests]
     queue = iter(zip(requests, results, strict=True))
 
-    async with toy_system(config, target, draft, draft_context=draft_context) as system:
+    async with toy_system(config, target, draft, draft_context=draft_context, grammars=grammars) as system:
 
         async def work() -> None:
             for request, result in queue:

@@ -48,5 +48,5 @@ def build_app(args: dict[str, object]) -> Application:
     coordinator = serve.deployment(CoordinatorReplica, name="Coordinator", **_PINNED).bind(
         config, target, draft
     )
-    ingress = serve.ingress(build_http_app(current_service))(GatewayReplica)
+    ingress = serve.ingress(build_http_app(current_service, config.gateway.cors_origins))(GatewayReplica)
     return serve.deployment(ingress, name="Gateway", **DEPLOYMENT_DEFAULTS).bind(config, coordinator)

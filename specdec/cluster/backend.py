@@ -63,7 +63,7 @@ class ServeBackend:
             client = await self._choose()
             # A new id: workers may still hold the sequence for the lost coordinator.
             sequence_id = SequenceId(f"{request.sequence_id}.{move}") if move else request.sequence_id
-            part = replace(request, sequence_id=sequence_id, output_ids=tuple(output_ids))
+            part = replace(request, sequence_id=sequence_id, output_ids=tuple(output_ids), is_moved=move > 0)
             try:
                 async with aclosing(client.batches(part, not_before)) as batches:
                     async for batch in batches:

@@ -20,11 +20,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from specdec.cluster.autoscaling import AutoscalingSettings
+from specdec.cluster.autoscaling_checks import autoscaling_problems, settings_problems
 from specdec.config import AppConfig, parse_config
 from specdec.errors import ConfigError
 
 APP_IMPORT_PATH = "specdec.cluster.app:build_app"
 DEPLOYMENT_NAMES = ("Gateway", "Coordinator", "DraftWorker", "TargetWorker")
+POLICY_KWARGS = "autoscaling_policy.policy_kwargs"
 
 
 DEFAULT_DEPLOYMENT: dict[str, Any] = {
@@ -106,19 +109,25 @@ def parse_deploy_config(values: object, overrides: Mapping[str, object] | None =
     """
     tree = apply_overrides(values, overrides or {})
     application = _only_application(tree)
-    args_path = f"applications[{_label(application, 0)}].args"
+    app_path = f"applications[{_label(application, 0)}]"
+    args_path = f"{app_path}.args"
     _raise_if_any(
         [
             *_unknown_keys(tree, ServeDeploySchema, ""),
             *_unknown_keys(application.get("args", {}), AppConfig, args_path),
             *_deployment_problems(application),
+            *autoscaling_problems(application, app_path),
+            *_unknown_keys(_policy_kwargs(application), AutoscalingSettings, f"{app_path}.{POLICY_KWARGS}"),
             *_grpc_proxy_problems(tree),
+            *_tls_problems(tree),
         ]
     )
     try:
         app = parse_config(application.get("args", {}))
     except ConfigError as error:
         raise ConfigError(f"{args_path}: {error}") from error
+    if application.get("autoscaling_policy") is not None:
+        _raise_if_any([*settings_problems(_policy_kwargs(application), app, f"{app_path}.{POLICY_KWARGS}")])
 
     http_options = tree.setdefault("http_options", {})
     if isinstance(http_options, dict):
@@ -238,6 +247,11 @@ def _deployment_problems(application: dict[str, Any]) -> Iterator[str]:
         seen.add(name)
 
 
+def _policy_kwargs(application: dict[str, Any]) -> object:
+    policy = application.get("autoscaling_policy")
+    return policy.get("policy_kwargs", {}) if isinstance(policy, dict) else {}
+
+
 def _grpc_proxy_problems(tree: dict[str, Any]) -> Iterator[str]:
     options = tree.get("grpc_options")
     if isinstance(options, dict) and options.get("grpc_servicer_functions"):
@@ -246,6 +260,13 @@ def _grpc_proxy_problems(tree: dict[str, Any]) -> Iterator[str]:
             "grpc_options.grpc_servicer_functions: must be empty; each Gateway serves gRPC itself, "
             "at args.gateway.grpc_host and grpc_port"
         )
+
+
+def _tls_problems(tree: dict[str, Any]) -> Iterator[str]:
+    options = tree.get("http_options")
+    if isinstance(options, dict) and bool(options.get("ssl_certfile")) != bool(options.get("ssl_keyfile")):
+        # Serve takes a key without a certificate for no TLS at all.
+        yield "http_options.ssl_certfile, ssl_keyfile: they go together"
 
 
 def _allowed(name: str, names: Iterable[str]) -> str:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.handles import ServeDirectory
-from specdec.cluster.served import load_draft, load_target
+from specdec.cluster.served import grammars_of, load_draft, load_target
 from specdec.config import AppConfig, ModelConfig
 from specdec.coordinator.coordinator import Coordinator
 from specdec.errors import WorkerError
@@ -26,6 +28,7 @@ from specdec.transport.methods import CANCEL, PROPOSE, RELEASE, SUBMIT, UPDATES,
 
 if TYPE_CHECKING:
     # The engine imports torch, which only worker processes should pay for.
+    from specdec.engine.runner import Runner
     from specdec.engine.worker import DraftWorker, ModelThread, TargetWorker
 
 
@@ -33,12 +36,16 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 10
 """A sequence that cannot be processed costs two; a broken device fails at everything."""
+GC_THRESHOLDS = (20_000, 10, 10)
+"""A round makes thousands of objects and drops them again, none of them in a cycle. With Python's 700 the
+collector goes through the tokens of all sequences every few rounds: 1.5 ms a round of 256 of them."""
 HANG_FACTOR = 2.0
 """A model call this many times longer than the target's deadline counts as hung."""
 
 
 def set_up_process() -> tuple[str, str]:
     """Send our log to the replica's own file; returns the replica's unique id and its node's id."""
+    gc.set_threshold(*GC_THRESHOLDS)
     serve_logger, our_logger = logging.getLogger("ray.serve"), logging.getLogger("specdec")
     our_logger.setLevel(logging.INFO)
     our_logger.handlers = list(serve_logger.handlers)
@@ -85,6 +92,36 @@ def _pin(model: ModelConfig, thread: ModelThread) -> None:
         logger.info("each of the model's threads has a core of its own")
 
 
+class _Identity(TypedDict):
+    """What a worker says of itself, and the thread its model lives on."""
+
+    worker_id: str
+    model: str
+    node_id: str
+    device: str
+    thread: ModelThread
+
+
+def _load(
+    config: AppConfig, configured: ModelConfig, load: Callable[[AppConfig, ModelConfig], Runner]
+) -> tuple[Runner, _Identity]:
+    """Set a worker's process up and load its model. Before this, nothing may have imported torch."""
+    worker_id, node_id = set_up_process()
+    prepare_threads(configured)
+    from specdec.engine.worker import ModelThread
+
+    model, thread = _on_assigned_device(configured), ModelThread()
+    runner = thread.run(lambda: load(config, model))
+    _pin(model, thread)
+    return runner, _Identity(
+        worker_id=worker_id,
+        model=model.model,
+        node_id=node_id,
+        device=_device_name(config, model, worker_id),
+        thread=thread,
+    )
+
+
 class Door:
     """A replica's own port, opened when it is first asked for: before that there is no event loop."""
 
@@ -97,6 +134,7 @@ class Door:
         """Where it is: at the address by which Ray knows this machine."""
         async with self._opening:
             if self._endpoint is None:
+                gc.freeze()  # what is loaded by now stays
                 self._endpoint = await self._server.start(ray.util.get_node_ip_address())
             return self._endpoint
 
@@ -113,6 +151,15 @@ class _WorkerReplica:
 
     async def heartbeat(self, heartbeat: Heartbeat) -> WorkerStatus:
         return await self._worker.heartbeat(heartbeat)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `specdec.cluster.autoscaling_policy`."""
+        status = self._worker.status()
+        return {
+            "num_sequences": status.num_sequences,
+            "kv_tokens_in_use": status.kv_tokens_in_use,
+            "kv_capacity_tokens": status.kv_capacity_tokens,
+        }
 
     async def check_health(self) -> None:
         """Let Serve replace a worker that answers, but whose model hangs or fails at everything.
@@ -134,23 +181,12 @@ class DraftWorkerReplica(_WorkerReplica):
 
     def __init__(self, config: AppConfig) -> None:
         assert config.draft is not None
-        worker_id, node_id = set_up_process()
-        prepare_threads(config.draft)
+        runner, identity = _load(config, config.draft, load_draft)
         from specdec.engine.drafting import DraftEngine
-        from specdec.engine.worker import DraftWorker, ModelThread
+        from specdec.engine.worker import DraftWorker
 
-        model, thread = _on_assigned_device(config.draft), ModelThread()
-        runner = thread.run(lambda: load_draft(config, model))
-        _pin(model, thread)
-        engine = DraftEngine(runner, config.speculation.draft_support)
-        self._worker = DraftWorker(
-            engine,
-            worker_id=worker_id,
-            model=model.model,
-            node_id=node_id,
-            device=_device_name(config, model, worker_id),
-            thread=thread,
-        )
+        engine = DraftEngine(runner, config.speculation.draft_support, grammars=grammars_of(config))
+        self._worker = DraftWorker(engine, **identity)
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
         self._door = Door(CallServer({PROPOSE: self._worker.propose, RELEASE: self._worker.release}))
 
@@ -161,23 +197,12 @@ class TargetWorkerReplica(_WorkerReplica):
     _worker: TargetWorker
 
     def __init__(self, config: AppConfig) -> None:
-        worker_id, node_id = set_up_process()
-        prepare_threads(config.target)
+        runner, identity = _load(config, config.target, load_target)
         from specdec.engine.verifying import TargetEngine
-        from specdec.engine.worker import ModelThread, TargetWorker
+        from specdec.engine.worker import TargetWorker
 
-        model, thread = _on_assigned_device(config.target), ModelThread()
-        runner = thread.run(lambda: load_target(config, model))
-        _pin(model, thread)
-        engine = TargetEngine(runner)
-        self._worker = TargetWorker(
-            engine,
-            worker_id=worker_id,
-            model=model.model,
-            node_id=node_id,
-            device=_device_name(config, model, worker_id),
-            thread=thread,
-        )
+        engine = TargetEngine(runner, grammars_of(config))
+        self._worker = TargetWorker(engine, **identity)
         self._hang_limit_s = HANG_FACTOR * config.coordinator.target_timeout_s
         self._door = Door(CallServer({VERIFY: self._worker.verify, RELEASE: self._worker.release}))
 
@@ -203,3 +228,7 @@ class CoordinatorReplica:
 
     async def poll(self, gateway_id: str) -> CoordinatorStatus:
         return await self._coordinator.poll(gateway_id)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `specdec.cluster.autoscaling_policy`."""
+        return self._coordinator.load()

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 2.0
 """Heartbeats and releases: answered without the model, so this is generous."""
+POLL_PATIENCE_S = 0.5
+"""What a poll waits for answers that it asked for; one that comes later counts in the next poll."""
 TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
 """What a call through Serve that could not be made or answered raises."""
 
@@ -187,6 +189,9 @@ class ReplicaSet:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._replicas: dict[str, PinnedReplica] = {}
+        self._asked: dict[str, asyncio.Task[tuple[Channel, Any]]] = {}
+        """Calls whose answer no poll has taken yet."""
+        self._search: asyncio.Task[None] | None = None
 
     def current(self) -> tuple[PinnedReplica, ...]:
         """Running replicas; one object per replica life. Those that left the list are closed."""
@@ -200,24 +205,42 @@ class ReplicaSet:
         return tuple(self._replicas.values())
 
     async def ask_all(self, method: str, *args: object) -> list[tuple[Channel, Any]]:
-        """Call every replica at once; those that do not answer in time are left out."""
-        replicas = await self.discover(method, *args)
-        answers = await asyncio.gather(
-            *(_ask(replica, method, *args) for replica in replicas), return_exceptions=True
-        )
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        """Call every replica at once; those that do not answer in time are left out.
+
+        One that still owes an earlier answer is neither called again nor waited for: a replica that hangs
+        does not delay what is known of the others.
+        """
+        replicas = {replica.replica_id: replica for replica in await self.discover(method, *args)}
+        for replica_id in self._asked.keys() - replicas.keys():
+            self._asked.pop(replica_id).cancel()
+        loop = asyncio.get_running_loop()
+        begun = {
+            replica_id: loop.create_task(_ask(replica, method, *args))
+            for replica_id, replica in replicas.items()
+            if replica_id not in self._asked
+        }
+        self._asked |= begun
+        if begun:
+            await asyncio.wait(begun.values(), timeout=POLL_PATIENCE_S)
+        ended = [replica_id for replica_id, task in self._asked.items() if task.done()]
+        tasks = [self._asked.pop(replica_id) for replica_id in ended]
+        return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
 
     async def discover(self, method: str, *args: object) -> tuple[PinnedReplica, ...]:
         """Running replicas; while none is known, ``method`` is called on any.
 
         Serve starts a handle's router at its first call, and only then do we learn of replicas.
         """
-        if not self.current():
-            try:
-                await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
-            except (TimeoutError, *TRANSPORT_ERRORS) as error:
-                logger.debug("no %s replica yet: %s", self._handle.deployment_name, _last_line(error))
+        if not self.current() and (self._search is None or self._search.done()):
+            self._search = asyncio.get_running_loop().create_task(self._call_any(method, *args))
+            await asyncio.wait({self._search}, timeout=POLL_PATIENCE_S)
         return self.current()
+
+    async def _call_any(self, method: str, *args: object) -> None:
+        try:
+            await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
+        except (TimeoutError, *TRANSPORT_ERRORS) as error:
+            logger.debug("no %s replica yet: %s", self._handle.deployment_name, _last_line(error))
 
 
 async def _ask(replica: PinnedReplica, method: str, *args: object) -> tuple[Channel, Any]:

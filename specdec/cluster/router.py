@@ -33,8 +33,8 @@ class PinnedRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """One candidate: the pinned replica, or a random one.
 
-        Raises:
-            ReplicaGone: into the caller, when the pinned replica is not running.
+        When the pinned replica is not running, the caller gets `ReplicaGone`. Raising it here would only have
+        Serve log a traceback; Serve drops what was chosen for a call that is over.
         """
         if pending_request is None or not pending_request.metadata.session_id:
             return [[random.choice(candidate_replicas)]]
@@ -42,12 +42,14 @@ class PinnedRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         pinned = pending_request.metadata.session_id
         found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == pinned]
-        if not found:
-            error = registry.ReplicaGone(f"{self._deployment_id.name} replica {pinned} is not running")
-            if not pending_request.future.done():
-                pending_request.future.set_exception(error)
-            raise error
-        return [found]
+        if found:
+            return [found]
+        if not pending_request.future.done():
+            name = self._deployment_id.name
+            pending_request.future.set_exception(
+                registry.ReplicaGone(f"{name} replica {pinned} is not running")
+            )
+        return [candidate_replicas[:1]]
 
     def _publish(self) -> None:
         replica_ids = tuple(replica.replica_id.unique_id for replica in self._replicas_list)

@@ -1,8 +1,9 @@
-"""`specdec scale`: other numbers of replicas while serving."""
+"""`specdec scale`: other numbers of replicas while serving, or other bounds for the autoscaling policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -10,37 +11,61 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from specdec.cluster.autoscaling_checks import SCALED, is_autoscaled
 from specdec.cluster.deploy_config import APP_IMPORT_PATH, DEPLOYMENT_NAMES
 from specdec.errors import ConfigError, ServiceUnavailable
 
 ROLES = {"gateway": "Gateway", "coordinator": "Coordinator", "draft": "DraftWorker", "target": "TargetWorker"}
+_ROLE_OF = {name: role for role, name in ROLES.items()}
 
 
-def parse_counts(settings: list[str]) -> dict[str, int]:
-    """``draft=2`` as a deployment's name and its number of replicas.
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``2..4``: between these the autoscaling policy chooses."""
+
+    min_replicas: int
+    max_replicas: int
+
+
+Count = int | Bounds
+
+
+def parse_counts(settings: list[str]) -> dict[str, Count]:
+    """``draft=2`` or ``draft=1..4`` as a deployment's name and its number of replicas, or their bounds.
 
     Raises:
-        ConfigError: no such role, or no number of at least 1.
+        ConfigError: no such role, no number of at least 1, or bounds in the wrong order.
     """
-    counts: dict[str, int] = {}
+    counts: dict[str, Count] = {}
     for setting in settings:
-        role, equals, number = setting.partition("=")
-        if not equals or role not in ROLES or not number.isdecimal() or int(number) < 1:
+        role, _, text = setting.partition("=")
+        count = _parse_count(text)
+        if role not in ROLES or count is None:
             raise ConfigError(
-                f"{setting!r}: ROLE=N is expected, N at least 1, ROLE one of {', '.join(ROLES)}"
+                f"{setting!r}: ROLE=N or ROLE=MIN..MAX is expected, N at least 1, "
+                f"ROLE one of {', '.join(ROLES)}"
             )
-        counts[ROLES[role]] = int(number)
+        counts[ROLES[role]] = count
     return counts
 
 
-def scale(address: str, counts: Mapping[str, int]) -> None:
+def _parse_count(text: str) -> Count | None:
+    low, dots, high = text.partition("..")
+    numbers = [int(part) for part in ((low, high) if dots else (low,)) if part.isdecimal()]
+    if len(numbers) != (2 if dots else 1) or numbers[0] < 1 or numbers[-1] < numbers[0]:
+        return None
+    return Bounds(numbers[0], numbers[1]) if dots else numbers[0]
+
+
+def scale(address: str, counts: Mapping[str, Count]) -> None:
     """Deploy what is deployed on a Ray cluster with other numbers of replicas; nothing else restarts.
 
     Workers that come get sequences once they have loaded; those that go hand theirs over.
 
     Raises:
         ServiceUnavailable: there is no such cluster, or it serves no specdec.
-        ConfigError: a deployment scales by itself, or the application has no such deployment.
+        ConfigError: a number for a deployment that scales by itself, bounds for one that does not, or the
+            application has no such deployment.
     """
     try:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
@@ -56,12 +81,13 @@ def scale(address: str, counts: Mapping[str, int]) -> None:
         ray.shutdown()
 
 
-def scaled(details: Mapping[str, Any], counts: Mapping[str, int]) -> ServeDeploySchema:
+def scaled(details: Mapping[str, Any], counts: Mapping[str, Count]) -> ServeDeploySchema:
     """What Serve says it has deployed, with other numbers of replicas.
 
     Raises:
         ServiceUnavailable: there is no specdec in it.
-        ConfigError: a deployment scales by itself, or is not in it.
+        ConfigError: a number for a deployment that scales by itself, bounds for one that does not, or it has
+            no such deployment.
     """
     applications = [
         dict(application["deployed_app_config"])
@@ -77,13 +103,40 @@ def scaled(details: Mapping[str, Any], counts: Mapping[str, int]) -> ServeDeploy
     deployments = {item["name"]: dict(item) for item in application.get("deployments", [])}
     for name in DEPLOYMENT_NAMES:
         if name in counts:
-            item = deployments.setdefault(name, {"name": name})
-            if item.get("autoscaling_config"):
-                raise ConfigError(f"{name} scales by itself (autoscaling_config); change its bounds instead")
-            item["num_replicas"] = counts[name]
+            _set_count(deployments.setdefault(name, {"name": name}), counts[name])
     application["deployments"] = list(deployments.values())
     return ServeDeploySchema(
         applications=applications,
         proxy_location=details.get("proxy_location"),
         http_options=details.get("http_options") or {},
     )
+
+
+def _set_count(item: dict[str, Any], count: Count) -> None:
+    name, role = item["name"], _ROLE_OF[item["name"]]
+    bounds = item.get("autoscaling_config") or {}
+    if not is_autoscaled(item):
+        if isinstance(count, Bounds):
+            raise ConfigError(
+                f"{name} has a fixed number of replicas: give one ({role}={count.min_replicas}), or let it "
+                "scale by itself with autoscaling_config in the deployment file"
+            )
+        item["num_replicas"] = count
+        return
+    if isinstance(count, int) and name in SCALED:
+        low, high = bounds.get("min_replicas", 1), bounds.get("max_replicas", 1)
+        raise ConfigError(
+            f"{name} scales by itself, now between {low} and {high}: give other bounds "
+            f"({role}={low}..{max(high, count)}), or one twice to hold it there ({role}={count}..{count})"
+        )
+    if isinstance(count, int):  # Its section is there for what it reports.
+        count = Bounds(count, count)
+    elif name not in SCALED and count.min_replicas != count.max_replicas:
+        raise ConfigError(f"{name} does not scale by itself: give one number ({role}={count.min_replicas})")
+    # Serve would start from initial_replicas again.
+    kept = {key: value for key, value in bounds.items() if key != "initial_replicas"}
+    item["autoscaling_config"] = {
+        **kept,
+        "min_replicas": count.min_replicas,
+        "max_replicas": count.max_replicas,
+    }

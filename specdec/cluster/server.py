@@ -18,9 +18,10 @@ import httpx
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
 from specdec.cluster.deploy_config import DeployConfig
+from specdec.cluster.exposure import check_certificates
 from specdec.errors import ConfigError, ServiceUnavailable
 
 MIN_LOGICAL_CPUS = 8
@@ -72,6 +73,7 @@ class RunningServer:
     def __enter__(self) -> RunningServer:
         if self._address is None:
             self._check_ports()
+            check_certificates(self._config)
         try:
             with _no_signal_lost():
                 _start_ray(self._address)
@@ -89,7 +91,9 @@ class RunningServer:
     def wait_until_ready(
         self, timeout_s: float, on_status: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Return when a request sent now would be served.
+        """Return when a request sent now would be served, with every replica that was asked for.
+
+        A target alone would do to serve, but a draft that cannot be loaded would then go unnoticed.
 
         Raises:
             ConfigError: a worker cannot start; the message is its own.
@@ -98,7 +102,7 @@ class RunningServer:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self._raise_if_failed()
-            if self._is_healthy():
+            if self._is_running() and self._is_healthy():
                 return
             on_status(self._progress())
             time.sleep(POLL_S)
@@ -144,8 +148,16 @@ class RunningServer:
     def _raise_if_failed(self) -> None:
         app = serve.status().applications.get(self._app_name)
         if app and app.status == ApplicationStatus.DEPLOY_FAILED:
-            messages = [app.message, *(status.message for status in app.deployments.values())]
-            raise ConfigError(f"the deployment failed: {_root_cause(messages)}")
+            causes = [
+                f"{name}: {_root_cause(status.message)}"
+                for name, status in app.deployments.items()
+                if status.status == DeploymentStatus.DEPLOY_FAILED
+            ]
+            raise ConfigError(f"the deployment failed: {'; '.join(causes) or _root_cause(app.message)}")
+
+    def _is_running(self) -> bool:
+        app = serve.status().applications.get(self._app_name)
+        return app is not None and app.status == ApplicationStatus.RUNNING
 
     def _progress(self) -> str:
         app = serve.status().applications.get(self._app_name)
@@ -220,11 +232,13 @@ def _ignore_exits(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _root_cause(messages: list[str]) -> str:
-    """The sentence a person needs out of Serve's messages, which carry whole tracebacks."""
-    lines = [line.strip() for message in messages for line in message.splitlines()]
+def _root_cause(message: str) -> str:
+    """The sentence a person needs out of a message of Serve's, which carries whole tracebacks."""
+    lines = [line.strip() for line in message.splitlines()]
     ours = [line for line in lines if line.startswith("specdec.errors.")]
     if ours:
         return ours[-1].partition(": ")[2][:MAX_ERROR_CHARS]
+    if "ActorDiedError" in message or "actor died" in message.lower():
+        return "its process died while it started (out of memory?); see its log in Ray's session folder"
     errors = [line for line in lines if "Error" in line.split(":")[0]]
     return (errors or lines or ["no reason given"])[-1][:MAX_ERROR_CHARS]

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.config import AppConfig
+from specdec.coordinator.admission import FairQueue
 from specdec.coordinator.handles import DraftHandle, Fleet, TargetHandle, WorkerDirectory
-from specdec.coordinator.lane import Lane, failed_chunk
+from specdec.coordinator.lane import Lane, failed_chunk, reserved_tokens
 from specdec.coordinator.quarantine import Quarantine
-from specdec.errors import ContextLengthExceeded, TooManyRequests
+from specdec.errors import ContextLengthExceeded
 from specdec.messages import CoordinatorStatus, Heartbeat, RoundUpdate
 from specdec.speculation.pipeline import new_pipeline_policy
 from specdec.speculation.round_policy import RoundPolicy, new_round_policy
@@ -23,8 +24,9 @@ from specdec.types import GenerationRequest, SequenceId, TokenChunk, WorkerId
 
 logger = logging.getLogger(__name__)
 
-MISSED_POLLS = 3
-"""A worker that did not answer this many polls in a row is taken for gone."""
+MISSED_POLLS = 6
+"""A worker that did not answer this many polls in a row is taken for gone. They follow each other without
+waiting for it: three seconds by default."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,10 @@ class _Ticket:
     """None while it waits."""
     num_moves: int = 0
     """Times it lost its target worker."""
+
+    @property
+    def client(self) -> str:
+        return self.state.request.client
 
 
 class Coordinator:
@@ -78,7 +84,7 @@ class Coordinator:
         self._missed: dict[WorkerId, int] = {}
         self._quarantine = Quarantine(config.coordinator.draft_timeout_s, clock)
         self._tickets: dict[SequenceId, _Ticket] = {}
-        self._waiting: deque[SequenceId] = deque()
+        self._waiting = FairQueue(config.coordinator.max_waiting, clock)
         self._outboxes: dict[str, _Outbox] = {}
         self._totals = _Totals()
         self._poller: asyncio.Task[None] | None = None
@@ -103,20 +109,22 @@ class Coordinator:
         """Take a sequence; its chunks go to ``updates(gateway_id)``. Submitting the same id twice is a no-op.
 
         Raises:
-            TooManyRequests: as many requests wait as may.
+            TooManyRequests: as many requests wait as may, in all or of this client.
             ContextLengthExceeded: the sequence cannot fit the target's context.
         """
         if request.sequence_id in self._tickets:
             return
         state = SequenceState(request)
         self._check_context(state)
-        can_start = not self._waiting and self._find_lane(state) is not None
-        is_resumed = bool(request.output_ids)  # it had its turn: shed new requests, not half-served ones
-        if not can_start and not is_resumed and len(self._waiting) >= self._config.coordinator.max_waiting:
-            raise TooManyRequests(f"{len(self._waiting)} requests are waiting already; retry later")
+        can_start = not len(self._waiting) and self._find_lane(state) is not None
+        if not can_start and not request.is_moved:
+            self._waiting.check_room(request.client)
         self._hear(gateway_id)
         self._tickets[request.sequence_id] = _Ticket(state, gateway_id, self._clock())
-        self._waiting.append(request.sequence_id)
+        if request.is_moved:
+            self._waiting.put_first([request.sequence_id])
+        else:
+            self._waiting.append(request.sequence_id, request.client)
         self._dispatch()
 
     async def cancel(self, sequence_ids: Sequence[SequenceId]) -> None:
@@ -159,6 +167,17 @@ class Coordinator:
             num_prepared_drafts=self._totals.num_prepared_drafts,
         )
 
+    def load(self) -> dict[str, float]:
+        """What decides how many workers are wanted; see `specdec.cluster.autoscaling`."""
+        lanes = [lane for lane in self._lanes.values() if lane.sequences and lane.round_s]
+        return {
+            "num_running": len(self._tickets) - len(self._waiting),
+            "num_waiting": len(self._waiting),
+            "kv_wanted_tokens": sum(reserved_tokens(ticket.state) for ticket in self._tickets.values()),
+            "round_s": max((lane.round_s for lane in lanes), default=0.0),
+            "draft_share": max((lane.propose_s / lane.round_s for lane in lanes), default=0.0),
+        }
+
     # Sequences ------------------------------------------------------------------------------------------
 
     def _max_context(self) -> int:
@@ -182,24 +201,31 @@ class Coordinator:
         return self._missed.get(lane.target.status.worker_id, MISSED_POLLS) > 0
 
     def _dispatch(self) -> None:
-        """Give waiting sequences to lanes, first come first served."""
-        if not self._waiting:
+        """Give waiting sequences to lanes, clients in turn."""
+        if not len(self._waiting) or not self._lanes:
             return  # after most rounds
         context = self._max_context()
-        while self._waiting and self._lanes:
-            ticket = self._tickets[self._waiting[0]]
+        num_running = self._num_running_by_client()
+        while (sequence_id := self._waiting.head(num_running)) is not None:
+            ticket = self._tickets[sequence_id]
             if len(ticket.state.log) >= context:
-                self._fail(
-                    self._waiting.popleft(), f"the sequence does not fit the context of {context} tokens"
-                )
+                self._waiting.remove(sequence_id)
+                self._fail(sequence_id, f"the sequence does not fit the context of {context} tokens")
                 continue
             ticket.state.limit_to_context(context)
             lane = self._find_lane(ticket.state)
             if lane is None:
                 return
-            self._waiting.popleft()
+            self._waiting.start(sequence_id)
+            num_running[ticket.client] += 1
             ticket.lane = lane
             lane.add(ticket.state)
+
+    def _num_running_by_client(self) -> Counter[str]:
+        """For turns; not counted after every round where there is nobody to choose among."""
+        if self._waiting.num_clients < 2:
+            return Counter()
+        return Counter(ticket.client for ticket in self._tickets.values() if ticket.lane is not None)
 
     def _on_chunks(self, chunks: Sequence[TokenChunk]) -> None:
         for chunk in chunks:
@@ -293,7 +319,7 @@ class Coordinator:
         worker_id = lane.target.status.worker_id
         self._quarantine.add(worker_id)
         self._lanes.pop(worker_id, None)
-        for state in reversed(states):
+        for state in states:
             ticket = self._tickets.get(state.sequence_id)
             if ticket is None:
                 continue
@@ -304,7 +330,7 @@ class Coordinator:
                 continue
             ticket.lane = None
             ticket.submitted_at_s = self._clock()
-            self._waiting.appendleft(state.sequence_id)
+            self._waiting.put_first([state.sequence_id])
         self._dispatch()
 
     def _update_drafts(self, answered: Sequence[DraftHandle]) -> None:

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from specdec.config import CoordinatorConfig
 from specdec.coordinator.handles import DraftHandle, TargetHandle, WorkerHandle
@@ -29,12 +30,14 @@ from specdec.messages import (
 )
 from specdec.speculation.acceptance import SmoothedAcceptance
 from specdec.speculation.pipeline import BranchBudget
-from specdec.speculation.policy import Candidate, expected_tokens
+from specdec.speculation.policy import expected_tokens
 from specdec.speculation.round_policy import RoundPolicy
 from specdec.speculation.sequence import SequenceState
 from specdec.types import SequenceId, TokenChunk, WorkerId
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
 
 ROUND_SMOOTHING = 0.1
 NUM_GROUPS = 2
@@ -93,7 +96,10 @@ class Lane:
         self._clock = clock
         self._acceptance = SmoothedAcceptance()
         self._drafts: dict[WorkerId, DraftHandle] = {}
-        self._branches: dict[WorkerId, BranchBudget] = {}
+        self._branches: dict[tuple[WorkerId, int], BranchBudget] = {}
+        """By gamma, too: what a draft gets done in the time of a verification depends on it."""
+        self._proposed: dict[WorkerId, int] = {}
+        """Gamma of the last call if that was to look ahead, else 0."""
         self._running: dict[SequenceId, SequenceState] = {}
         self._joining: list[SequenceState] = []
         self._leaving: set[SequenceId] = set()
@@ -101,6 +107,10 @@ class Lane:
         """Sequences that gave way when the target's KV cache was full."""
         self.round_s = 0.0
         """Seconds of a round, smoothed; 0 before the first."""
+        self.propose_s = 0.0
+        """Of these, until the drafts were there."""
+        self._chunks: list[TokenChunk] = []
+        """Committed, and not handed on yet."""
         self._kv_free_tokens = 0
         """Of the target, after its last call."""
         self._background: set[asyncio.Task[None]] = set()
@@ -118,7 +128,7 @@ class Lane:
     def has_room_for(self, state: SequenceState) -> bool:
         """Whether the sequence fits beside the others, with some room for all of them to grow."""
         sequences = [*self.sequences, state]
-        reserved = sum(_expected_tokens(member) for member in sequences)
+        reserved = sum(reserved_tokens(member) for member in sequences)
         fits = reserved <= self.target.status.kv_capacity_tokens or len(sequences) == 1
         return len(sequences) <= self._config.max_num_seqs and fits
 
@@ -137,7 +147,8 @@ class Lane:
         previous, self._drafts = self._drafts, {draft.status.worker_id: draft for draft in drafts}
         for worker_id in previous.keys() - self._drafts.keys():
             self._leave_draft(previous[worker_id])
-            self._branches.pop(worker_id, None)
+            self._branches = {key: budget for key, budget in self._branches.items() if key[0] != worker_id}
+            self._proposed.pop(worker_id, None)
         if previous.keys() != self._drafts.keys():
             self._policy.on_drafts(shares_device=any(map(self._shares_device, drafts)))
 
@@ -181,6 +192,7 @@ class Lane:
         for other, task in enumerate(self._tasks):
             if other != group:
                 task.cancel()
+        self._hand_on()
         states = self.sequences
         self._release_from_drafts(states)
         self._running.clear()
@@ -208,14 +220,17 @@ class Lane:
         self._share_out(group)
 
     def _share_out(self, group: int) -> None:
-        """Give what this group has too much of to the other: the second gives all, unless there are two."""
+        """Give what this group has too much of to the other: the second gives all, unless there are two.
+
+        Sequences whose request says how their rounds are to be stay in the first.
+        """
         mine, other = self._members(group), 1 - group
         surplus = len(mine) if group == 1 else 0
         if self._policy.overlap == "groups" and self._drafts:
             surplus = (len(mine) - len(self._members(other)) + (group == 0)) // 2
             surplus = min(surplus, len(mine) - 1) if group == 0 else surplus
         if surplus > 0:
-            for state in mine[-surplus:]:
+            for state in [state for state in mine if _is_flexible(state)][-surplus:]:
                 state.group = other
             self._wakes[other].set()
 
@@ -225,6 +240,7 @@ class Lane:
         started_s = self._clock()
         states = self._with_memory(states)
         drafts = await self._propose(states)
+        proposed_s = self._clock()
         items = self._verify_items(states, drafts)
         if not items:
             await asyncio.sleep(MEMORY_RETRY_S / 4)  # everyone waits for memory
@@ -236,14 +252,17 @@ class Lane:
             replies = await self._verify_one_by_one(items)
         self._commit(items, replies)
         ended_s = self._clock()
-        self.round_s += (ended_s - started_s - self.round_s) * (ROUND_SMOOTHING if self.round_s else 1.0)
-        self._policy.on_round(len(self._running), _num_expected(states, items), ended_s)
+        smoothing = ROUND_SMOOTHING if self.round_s else 1.0
+        self.round_s += (ended_s - started_s - self.round_s) * smoothing
+        self.propose_s += (proposed_s - started_s - self.propose_s) * smoothing
+        if any(map(_is_flexible, states)):
+            self._policy.on_round(len(self._running), _num_expected(states, items), ended_s)
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))
         started_s = self._clock()
         reply = await self.target.verify(request, self._config.target_timeout_s)
-        if all(len(item.feed.token_ids) == item.num_rows for item in items):
+        if all(len(item.feed.token_ids) == item.num_rows and not item.scored_ids for item in items):
             num_tokens = sum(item.num_rows for item in items)
             self._policy.on_verified(num_tokens, self._clock() - started_s)
         self._kv_free_tokens = reply.kv_free_tokens
@@ -251,6 +270,8 @@ class Lane:
 
     def _with_memory(self, members: Sequence[SequenceState]) -> list[SequenceState]:
         """Those to decode in this round: one that gave way comes back when there is room for all of it."""
+        if not self._paused_until_s:
+            return list(members)
         states = [state for state in members if state.sequence_id not in self._paused_until_s]
         for state in [state for state in members if state.sequence_id in self._paused_until_s]:
             sequence_id = state.sequence_id
@@ -288,8 +309,8 @@ class Lane:
     async def _propose(self, states: Sequence[SequenceState]) -> dict[SequenceId, Draft]:
         """Ask every draft worker for a block per decoding sequence of its; {} when there is none to ask."""
         calls = self._propose_items(states)
-        replies = await asyncio.gather(
-            *(self._propose_with(self._drafts[worker_id], items) for worker_id, items in calls.items())
+        replies = await _all_of(
+            [self._propose_with(self._drafts[worker_id], items) for worker_id, items in calls.items()]
         )
         drafts: dict[SequenceId, Draft] = {}
         for items, reply in zip(calls.values(), replies, strict=True):
@@ -302,35 +323,43 @@ class Lane:
     ) -> dict[WorkerId, dict[SequenceId, ProposeItem]]:
         # The prompt goes to the target first: the draft catches up once there is something to draft for.
         states = [state for state in states if state.num_prefill_tokens == 0] if self._drafts else []
-        gammas = self._policy.choose([_candidate(state) for state in states])
-        budget = Counter(dict.fromkeys(self._drafts, self._config.prefill_chunk_tokens))
-        load = Counter(state.draft_id for state in self._running.values())
-        calls: dict[WorkerId, dict[SequenceId, ProposeItem]] = {}
+        gammas = self._policy.choose(states)
+        wanted: dict[WorkerId, list[tuple[SequenceState, int]]] = {}
         for state, policy_gamma in zip(states, gammas, strict=True):
-            if state.draft_id is None:
-                state.draft_id = min(self._drafts, key=lambda worker_id: load[worker_id])
-                load[state.draft_id] += 1
-            status = self._drafts[state.draft_id].status
-            free = status.kv_capacity_tokens - status.kv_tokens_in_use
-            if not state.draft.is_usable and free >= len(state.log) + RESUME_ROOM_TOKENS:
-                state.draft.is_usable = True
-            gamma = state.gamma(policy_gamma, status.max_context)
-            if gamma == 0 or budget[state.draft_id] <= 0:
-                continue
-            item = state.propose_item(
-                gamma, budget[state.draft_id], self._num_branches(state, state.draft_id)
-            )
-            calls.setdefault(state.draft_id, {})[state.sequence_id] = item
-            budget[state.draft_id] -= len(item.feed.token_ids)
-        return calls
+            draft_id = state.draft_id or self._assign_draft(state)
+            status = self._drafts[draft_id].status
+            if not state.draft.is_usable:
+                free = status.kv_capacity_tokens - status.kv_tokens_in_use
+                state.draft.is_usable = free >= len(state.log) + RESUME_ROOM_TOKENS
+            if gamma := state.gamma(policy_gamma, status.max_context):
+                wanted.setdefault(draft_id, []).append((state, gamma))
+        return {draft_id: self._items_for(draft_id, pairs) for draft_id, pairs in wanted.items()}
 
-    def _num_branches(self, state: SequenceState, draft_id: WorkerId) -> int:
-        """Outcomes to prepare for; 0 where the draft is not to look ahead."""
-        asked = state.request.pipeline
-        overlap = self._policy.overlap if asked in (None, "auto") else asked
-        if overlap != "lookahead":
-            return 0
-        return self._branches.setdefault(draft_id, BranchBudget(self._max_branches)).num_branches
+    def _items_for(
+        self, draft_id: WorkerId, wanted: Sequence[tuple[SequenceState, int]]
+    ) -> dict[SequenceId, ProposeItem]:
+        """What to ask of one draft worker; sequences beyond the budget for prompts wait a round."""
+        overlap = self._policy.overlap
+        budget = self._config.prefill_chunk_tokens
+        num_branches = self._budget_of(draft_id, max(gamma for _, gamma in wanted)).num_branches
+        items: dict[SequenceId, ProposeItem] = {}
+        for state, gamma in wanted:
+            if budget > 0:
+                is_ahead = (overlap if _is_flexible(state) else state.request.pipeline) == "lookahead"
+                item = state.propose_item(gamma, budget, num_branches if is_ahead else 0)
+                items[state.sequence_id] = item
+                budget -= len(item.feed.token_ids)
+        return items
+
+    def _assign_draft(self, state: SequenceState) -> WorkerId:
+        """Give a sequence to the draft worker that has fewest."""
+        load = Counter(other.draft_id for other in self._running.values())
+        draft_id = state.draft_id = min(self._drafts, key=lambda worker_id: load[worker_id])
+        return draft_id
+
+    def _budget_of(self, draft_id: WorkerId, gamma: int) -> BranchBudget:
+        """Outcomes that a draft worker prepares for with drafts of up to ``gamma`` tokens."""
+        return self._branches.setdefault((draft_id, gamma), BranchBudget(self._max_branches))
 
     async def _propose_with(
         self, draft: DraftHandle, items: dict[SequenceId, ProposeItem]
@@ -339,16 +368,35 @@ class Lane:
             request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
             started_s = self._clock()
             reply = await draft.propose(request, self._config.draft_timeout_s)
-            if branches := self._branches.get(draft.status.worker_id):
-                branches.on_answer(reply.is_ahead)
-            if all(len(item.feed.token_ids) <= CATCH_UP_TOKENS for item in items.values()):
-                gamma = max(item.num_draft_tokens for item in items.values())
-                self._policy.on_proposed(len(items), gamma, self._clock() - started_s)
+            self._count_proposed(draft.status.worker_id, items.values(), reply, self._clock() - started_s)
             return reply
         except DraftUnavailable as error:
             logger.warning("draft %s lost: %s", draft.status.worker_id, error)
             self._drop_draft(draft)
             return None
+
+    def _count_proposed(
+        self,
+        worker_id: WorkerId,
+        items: Collection[ProposeItem],
+        reply: ProposeReply,
+        elapsed_s: float,
+    ) -> None:
+        """Tell the policy what a call took, if that is what such calls take.
+
+        Not so where prompts are fed, and where the call before was of another kind: what is prepared while
+        the target verifies is for the next call.
+        """
+        gamma = max(item.num_draft_tokens for item in items)
+        is_ahead = any(item.fan_out for item in items)
+        kind = gamma if is_ahead else 0
+        before, self._proposed[worker_id] = self._proposed.get(worker_id), kind
+        if is_ahead and kind == before:
+            self._budget_of(worker_id, gamma).on_answer(reply.is_ahead)
+        if kind == before and all(len(item.feed.token_ids) <= CATCH_UP_TOKENS for item in items):
+            num_asked = sum(item.num_draft_tokens for item in items)
+            num_drafted = sum(len(draft.token_ids) for draft in reply.drafts)
+            self._policy.on_proposed(len(items), gamma, elapsed_s, num_drafted / max(1, num_asked))
 
     def _take_drafts(
         self, items: dict[SequenceId, ProposeItem], reply: ProposeReply
@@ -395,6 +443,8 @@ class Lane:
 
     def _commit(self, items: dict[SequenceId, VerifyItem], replies: Sequence[VerifyReply]) -> None:
         chunks: list[TokenChunk] = []
+        for scores in (scores for reply in replies for scores in reply.scores):
+            self._running[scores.sequence_id].on_scores(items[scores.sequence_id], scores)
         for item in items.values():
             if item.num_rows == 0 and item.feed.sequence_id in self._running:
                 self._running[item.feed.sequence_id].on_prefilled(item)
@@ -422,9 +472,21 @@ class Lane:
     # Ends -----------------------------------------------------------------------------------------------
 
     def _end(self, chunks: Sequence[TokenChunk]) -> None:
-        """Let go of sequences whose last chunk this is, then hand the chunks on."""
-        self._drop([self._running[chunk.sequence_id] for chunk in chunks if chunk.is_last])
-        self._on_chunks(chunks)
+        """Let go of sequences whose last chunk this is, and hand the chunks on.
+
+        Where none has ended, that happens while the workers are at the next round already.
+        """
+        self._chunks += chunks
+        if ended := [self._running[chunk.sequence_id] for chunk in chunks if chunk.is_last]:
+            self._drop(ended)
+            self._hand_on()
+        else:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        if chunks:
+            self._on_chunks(chunks)
 
     def _drop(self, states: Sequence[SequenceState]) -> None:
         for state in states:
@@ -450,19 +512,25 @@ def _num_expected(states: Sequence[SequenceState], items: dict[SequenceId, Verif
     """Tokens that such a round commits on average."""
     verified = [(state, items[state.sequence_id]) for state in states if state.sequence_id in items]
     return sum(
-        expected_tokens(state.acceptance.rate, item.num_rows - 1) for state, item in verified if item.num_rows
+        expected_tokens(state.acceptance.rate, item.num_rows - 1)
+        for state, item in verified
+        if item.num_rows and not item.scored_ids
     )
 
 
-def _candidate(state: SequenceState) -> Candidate:
-    return Candidate(
-        acceptance_rate=state.acceptance.rate,
-        num_missing=len(state.log) - state.draft.length,
-        max_gamma=state.max_gamma,
-    )
+def _is_flexible(state: SequenceState) -> bool:
+    """Whether the policy chooses how its rounds overlap; a request may say so itself, or want no drafts."""
+    request = state.request
+    return request.pipeline in (None, "auto") and request.max_draft_tokens != 0
 
 
-def _expected_tokens(state: SequenceState) -> int:
+async def _all_of(calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """Make calls at the same time; a single one at once, before anything else that waits for the loop."""
+    return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+
+
+def reserved_tokens(state: SequenceState) -> int:
+    """KV room of a target that is kept for a sequence."""
     return min(state.max_total_tokens, len(state.log) + RESERVED_OUTPUT_TOKENS)
 
 

@@ -15,6 +15,7 @@ from specdec.coordinator.client import CoordinatorClient
 from specdec.coordinator.coordinator import Coordinator
 from specdec.coordinator.handles import Fleet
 from specdec.engine.drafting import DraftEngine
+from specdec.engine.grammar import Grammars
 from specdec.engine.runner import Runner
 from specdec.engine.verifying import TargetEngine
 from specdec.engine.worker import DraftWorker, ModelThread, TargetWorker
@@ -104,7 +105,11 @@ class LocalSystem:
 
 @asynccontextmanager
 async def run_local(
-    config: AppConfig, target_runner: Runner, draft_runner: Runner | None, thread: ModelThread | None = None
+    config: AppConfig,
+    target_runner: Runner,
+    draft_runner: Runner | None,
+    thread: ModelThread | None = None,
+    grammars: Grammars | None = None,
 ) -> AsyncGenerator[LocalSystem, None]:
     """Run the whole system in this process until the context ends.
 
@@ -113,14 +118,16 @@ async def run_local(
         target_runner: the target model.
         draft_runner: the draft model, if any.
         thread: where both run; None gives each its own.
+        grammars: of both workers, for sequences that have one.
     """
     devices = ("shared", "shared") if thread else ("target", "draft")
+    target_engine = TargetEngine(target_runner, grammars)
     target = TargetWorker(
-        TargetEngine(target_runner), worker_id="target-0", model="target", device=devices[0], thread=thread
+        target_engine, worker_id="target-0", model="target", device=devices[0], thread=thread
     )
     drafts: list[DraftWorker] = []
     if draft_runner is not None:
-        engine = DraftEngine(draft_runner, config.speculation.draft_support)
+        engine = DraftEngine(draft_runner, config.speculation.draft_support, grammars=grammars)
         drafts.append(
             DraftWorker(engine, worker_id="draft-0", model="draft", device=devices[1], thread=thread)
         )

@@ -10,9 +10,10 @@ import torch
 
 from specdec.engine.sessions import Session
 from specdec.messages import Draft, Float32Array, Int32Array
-from specdec.sampling.drawing import Key, draw, draw_among
+from specdec.sampling.drawing import Key, best, draw, draw_among
 from specdec.sampling.noise import Purpose
-from specdec.sampling.processors import RowContext, mask_padding, process_logits
+from specdec.sampling.processors import mask_padding, process_logits
+from specdec.sampling.rows import RowContext
 from specdec.sampling.transfer import picked, placed
 from specdec.sampling.verification import truncate_support
 from specdec.types import VerificationMode
@@ -38,7 +39,7 @@ class Block:
     """How many tokens to guess in place of each drawn one, should the target refuse it; looking ahead
     only."""
     guesses: list[list[int]] = field(default_factory=list)
-    """Those, per drawn token."""
+    """Those, per drawn token; looking ahead only."""
 
     @property
     def is_done(self) -> bool:
@@ -64,13 +65,14 @@ class Block:
 
         Nothing behind a stop.
         """
-        if not self._has_stopped:
-            num_guesses = self.num_guesses[len(self.token_ids)] if self.num_guesses else 0
-            self.guesses.append(list(guesses[:num_guesses]))
-            self.token_ids.append(token)
-            if law is not None:
-                self.support_ids.append(law[0])
-                self.support_probs.append(law[1])
+        if self._has_stopped:
+            return
+        if self.num_guesses:
+            self.guesses.append(list(guesses[: self.num_guesses[len(self.token_ids)]]))
+        self.token_ids.append(token)
+        if law is not None:
+            self.support_ids.append(law[0])
+            self.support_probs.append(law[1])
 
     @property
     def num_guesses_now(self) -> int:
@@ -124,9 +126,10 @@ class Drawer:
 
     def draw(self, blocks: list[Block], logits: torch.Tensor) -> Step:
         """One token per block from its row."""
-        rows = [block.context for block in blocks]
+        are_plain = all(block.session.is_plain for block in blocks)
+        rows = [] if are_plain else [block.context for block in blocks]
         processed = process_logits(mask_padding(logits, self._vocab_size), rows)
-        token_ids = processed.argmax(dim=-1)
+        token_ids = best(processed)
         coupled = [i for i, row in enumerate(rows) if row.params.mode is VerificationMode.COUPLED]
         if coupled:
             drawn = self._draw_coupled([blocks[i] for i in coupled], picked(processed, coupled))

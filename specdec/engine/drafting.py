@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from specdec.engine.draft_block import Block, Drawer, Step, look_at
+from specdec.engine.grammar import Grammars
 from specdec.engine.lookahead import LookAhead
 from specdec.engine.runner import ForwardItem, Runner
 from specdec.engine.sessions import Session, SessionTable, Wish
@@ -24,13 +25,26 @@ class DraftEngine:
         support: K, tokens kept of the draft's law in rejection mode.
         draws_unseen: whether the drawn tokens stay on the device until all are drawn, instead of being looked
             at one by one; None does so where looking means waiting for a device.
+        grammars: for sequences that have one; without, they are drafted for as if they had none.
     """
 
-    def __init__(self, runner: Runner, support: int, *, draws_unseen: bool | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        support: int,
+        *,
+        draws_unseen: bool | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.runner = runner
         self._drawer = Drawer(support, runner.vocab_size)
         self._ahead = LookAhead(runner, self._drawer)
-        self.sessions = SessionTable(runner, on_release=self._ahead.drop, reclaim=self._ahead.reclaim)
+        self.sessions = SessionTable(
+            runner,
+            on_release=self._ahead.drop,
+            reclaim=self._ahead.reclaim,
+            grammars=grammars.for_drafts() if grammars else None,
+        )
         self._draws_unseen = runner.runs_ahead if draws_unseen is None else draws_unseen
 
     def propose(self, request: ProposeRequest) -> ProposeReply:

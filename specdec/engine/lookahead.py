@@ -240,6 +240,8 @@ class LookAhead:
             serial=parent.serial,
             touched_at_s=parent.touched_at_s,
             token_ids=parent.token_ids[:length],
+            grammar=parent.grammar,
+            is_plain=parent.is_plain,
         )
         self._runner.fork(parent.sequence_id, branch_id, length)
         try:

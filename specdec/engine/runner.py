@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from specdec.types import SequenceId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardItem:
+class ForwardItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens to feed behind what a sequence's cache holds."""
 
     sequence_id: SequenceId

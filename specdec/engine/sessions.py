@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from specdec.engine.grammar import Grammars, GrammarState
 from specdec.engine.runner import ForwardItem, Runner
 from specdec.errors import KVCacheFull, SpecDecError, StaleCache
 from specdec.messages import Feed, Heartbeat, Lost, Opening
-from specdec.sampling.processors import RowContext
+from specdec.sampling.processors import is_plain
+from specdec.sampling.rows import RowContext
 from specdec.types import SequenceId
 
 UNHEARD_OWNER_S = 30.0
@@ -35,14 +39,25 @@ class Session:
     """Of the last feed."""
     token_ids: list[int] = field(default_factory=list)
     """Exactly the cached tokens, speculated ones included."""
+    grammar: GrammarState | None = None
+    """What the output must match; branches of a sequence share it."""
+
+    is_plain: bool = False
+    """See `specdec.sampling.processors.is_plain`; known to be so."""
 
     def context(self, length: int) -> RowContext:
         """The condition of the row behind the first ``length`` cached tokens."""
+        opening = self.opening
+        allowed = None
+        if self.grammar is not None:
+            allowed = self.grammar.allowed(self.token_ids[opening.prompt_len : length])
         return RowContext(
-            params=self.opening.sampling,
+            params=opening.sampling,
             token_ids=self.token_ids,
-            prompt_len=self.opening.prompt_len,
+            prompt_len=opening.prompt_len,
             length=length,
+            stop_token_ids=opening.stop_token_ids,
+            allowed=allowed,
         )
 
     def forward_item(self, token_ids: Sequence[int], num_rows: int) -> ForwardItem:
@@ -51,8 +66,7 @@ class Session:
         return ForwardItem(sequence_id=self.sequence_id, token_ids=token_ids, num_rows=num_rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a call wants of one sequence."""
 
     feed: Feed
@@ -71,6 +85,7 @@ class SessionTable:
         on_release: told of every sequence that is freed, before it is.
         reclaim: frees what the worker can do without and says whether there was any, before sequences give
         way.
+        grammars: for sequences that have one; None where none can.
     """
 
     def __init__(
@@ -80,8 +95,10 @@ class SessionTable:
         *,
         on_release: Callable[[SequenceId], None] = lambda _: None,
         reclaim: Callable[[], bool] = lambda: False,
+        grammars: Grammars | None = None,
     ) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._on_release = on_release
         self._reclaim = reclaim
         self._clock = clock
@@ -172,6 +189,9 @@ class SessionTable:
         self._runner.open(feed.sequence_id)
         self._num_opened += 1
         session = Session(feed.sequence_id, owner, feed.epoch, feed.opening, self._num_opened, self._clock())
+        session.is_plain = is_plain(feed.opening.sampling)
+        if self._grammars is not None and feed.opening.sampling.grammar:
+            session.grammar = self._grammars.start(feed.opening.sampling.grammar)
         self._sessions[feed.sequence_id] = session
         return session
 

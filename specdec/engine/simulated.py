@@ -83,7 +83,9 @@ class SimulatedRunner:
         self._clock = clock
         self._tokens: dict[SequenceId, list[int]] = {}
         self._room: dict[SequenceId, int] = {}
-        """Positions that each may fill."""
+        """Positions that each may fill,"""
+        self._tokens_in_use = 0
+        """and all together."""
         self._num_unseen: dict[SequenceId, int] = {}
 
     @property
@@ -100,7 +102,7 @@ class SimulatedRunner:
 
     @property
     def kv_tokens_in_use(self) -> int:
-        return sum(self._room.values())
+        return self._tokens_in_use
 
     @property
     def runs_ahead(self) -> bool:
@@ -109,11 +111,11 @@ class SimulatedRunner:
     def open(self, sequence_id: SequenceId) -> None:
         self._num_unseen.pop(sequence_id, None)
         self._tokens[sequence_id] = []
-        self._room[sequence_id] = 0
+        self._give_room(sequence_id, 0)
 
     def close(self, sequence_id: SequenceId) -> None:
         self._tokens.pop(sequence_id, None)
-        self._room.pop(sequence_id, None)
+        self._tokens_in_use -= self._room.pop(sequence_id, 0)
 
     def fork(self, sequence_id: SequenceId, copy_id: SequenceId, length: int) -> None:
         """See `Runner.fork`."""
@@ -122,7 +124,7 @@ class SimulatedRunner:
             raise StaleCache(f"sequence {sequence_id}: {length} of {len(tokens)} positions wanted")
         self.open(copy_id)
         self._tokens[copy_id] = tokens[:length]
-        self._room[copy_id] = length
+        self._give_room(copy_id, length)
 
     def rename(self, sequence_id: SequenceId, new_id: SequenceId) -> None:
         self.close(new_id)
@@ -138,7 +140,7 @@ class SimulatedRunner:
         if length > len(tokens):
             raise StaleCache(f"sequence {sequence_id}: keep {length}, but {len(tokens)} positions are cached")
         del tokens[length:]
-        self._room[sequence_id] = length
+        self._give_room(sequence_id, length)
 
     def reserve(self, item: ForwardItem, num_extra: int = 0) -> None:
         """See `Runner.reserve`."""
@@ -148,19 +150,21 @@ class SimulatedRunner:
             raise StaleCache(
                 f"sequence {sequence_id}: {wanted} positions exceed the context of {self._max_context}"
             )
-        room = max(self._room[sequence_id], wanted)
-        if self.kv_tokens_in_use - self._room[sequence_id] + room > self._kv_capacity_tokens:
+        held = self._room[sequence_id]
+        if wanted <= held:
+            return
+        if self._tokens_in_use - held + wanted > self._kv_capacity_tokens:
             raise KVCacheFull(f"room for {wanted} tokens wanted, {self._kv_capacity_tokens} in all")
-        self._room[sequence_id] = room
+        self._give_room(sequence_id, wanted)
 
     def forward(
         self, items: Sequence[ForwardItem], device_token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Runner.forward`."""
+        started_s = self._clock()
         unseen = None if device_token_ids is None else iter(device_token_ids.tolist())
         for item in items:
             self.reserve(item)
-        started_s = self._clock()
         contexts: list[tuple[int, int]] = []
         for item in items:
             tokens = self._tokens[item.sequence_id]
@@ -184,3 +188,7 @@ class SimulatedRunner:
         tokens = self._tokens[sequence_id]
         del tokens[len(tokens) - self._num_unseen.pop(sequence_id, 0) :]
         tokens.extend(token_ids)
+
+    def _give_room(self, sequence_id: SequenceId, room: int) -> None:
+        self._tokens_in_use += room - self._room.get(sequence_id, 0)
+        self._room[sequence_id] = room

@@ -1,6 +1,7 @@
 """The target side of a round: one forward over all sequences, then judge every draft.
 
-Prefill chunks ride in the same forward; they just ask for no rows.
+Prefill chunks ride in the same forward; they ask for no rows, unless the prompt's own log-probabilities are
+wanted.
 """
 
 from __future__ import annotations
@@ -10,20 +11,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specdec.engine.grammar import Grammars
 from specdec.engine.runner import Runner
 from specdec.engine.sessions import Session, SessionTable, Wish
-from specdec.messages import Draft, Lost, Verdict, VerifyReply, VerifyRequest
-from specdec.sampling.drawing import draw
+from specdec.messages import Draft, Lost, Scores, Verdict, VerifyReply, VerifyRequest
+from specdec.sampling.drawing import best, draw
+from specdec.sampling.logprobs import row_logprobs
 from specdec.sampling.noise import Purpose
-from specdec.sampling.processors import RowContext, mask_padding, process_logits
+from specdec.sampling.processors import mask_padding, process_logits
+from specdec.sampling.rows import RowContext
 from specdec.sampling.transfer import index_of, picked, placed, to_device
 from specdec.sampling.verification import acceptance_ratios, residual_weights
 from specdec.types import VerificationMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """Prompt tokens of one sequence: rows ``[start, start + len(token_ids))`` of the logits predict them."""
+
+    session: Session
+    token_ids: tuple[int, ...]
+    start: int
+
+    def scores(self, logits: torch.Tensor) -> Scores:
+        rows = logits[self.start : self.start + len(self.token_ids)]
+        num_top = self.session.opening.num_logprobs or 0
+        return Scores(
+            sequence_id=self.session.sequence_id,
+            epoch=self.session.epoch,
+            logprobs=row_logprobs(rows, self.token_ids, (), num_top),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """One sequence to judge: rows ``[start, start + gamma + 1)`` of the logits are its."""
+    """One sequence to judge: rows ``[start, start + gamma + 1)`` of those to judge are its."""
 
     session: Session
     draft: Draft | None
@@ -53,21 +75,30 @@ class _Case:
         seed = self.session.opening.sampling.seed
         return [(seed, self.first_position + i) for i in range(self.num_rows)]
 
-    def verdict(self, token_ids: list[int], ratios: list[float]) -> Verdict:
+    def verdict(self, token_ids: list[int], ratios: list[float], logits: torch.Tensor) -> Verdict:
+        """Of all rows' chosen tokens take this case's; ``logits`` are all rows' raw ones."""
+        rows = slice(self.start, self.start + self.num_rows)
+        chosen, num_top = tuple(token_ids[rows]), self.session.opening.num_logprobs
         return Verdict(
             sequence_id=self.session.sequence_id,
             epoch=self.session.epoch,
-            token_ids=tuple(token_ids[self.start : self.start + self.num_rows]),
+            token_ids=chosen,
             ratios=tuple(ratios),
+            logprobs=None if num_top is None else row_logprobs(logits[rows], chosen, self.draft_ids, num_top),
         )
 
 
 class TargetEngine:
-    """Verifies drafts with the target model."""
+    """Verifies drafts with the target model.
 
-    def __init__(self, runner: Runner) -> None:
+    Args:
+        runner: the target model.
+        grammars: for sequences that have one; without, such sequences fail.
+    """
+
+    def __init__(self, runner: Runner, grammars: Grammars | None = None) -> None:
         self.runner = runner
-        self.sessions = SessionTable(runner)
+        self.sessions = SessionTable(runner, grammars=grammars)
 
     def verify(self, request: VerifyRequest) -> VerifyReply:
         """Apply every feed and judge every draft; sequences that cannot go on are reported as lost."""
@@ -76,42 +107,52 @@ class TargetEngine:
         )
         fed = []
         cases: list[_Case] = []
+        scored: list[_Scored] = []
+        judged: list[int] = []
         num_rows = 0
         for item, outcome in zip(request.items, outcomes, strict=True):
             if isinstance(outcome, Session):
                 fed.append(outcome.forward_item(item.feed.token_ids, item.num_rows))
-                if item.num_rows:
-                    cases.append(_Case(outcome, item.draft, num_rows))
-                    num_rows += item.num_rows
-        logits = self.runner.forward(fed) if fed else None
-        verdicts = judge(logits, cases, self.runner.vocab_size) if logits is not None and cases else []
+                if item.scored_ids:
+                    scored.append(_Scored(outcome, item.scored_ids, num_rows))
+                elif item.num_rows:
+                    cases.append(_Case(outcome, item.draft, len(judged)))
+                    judged += range(num_rows, num_rows + item.num_rows)
+                num_rows += item.num_rows
+        verdicts: list[Verdict] = []
+        scores: list[Scores] = []
+        if fed:
+            logits = mask_padding(self.runner.forward(fed), self.runner.vocab_size)
+            scores = [item.scores(logits) for item in scored]
+            verdicts = judge(picked(logits, judged) if scored else logits, cases) if cases else []
         return VerifyReply(
             verdicts=tuple(verdicts),
+            scores=tuple(scores),
             lost=tuple(outcome for outcome in outcomes if isinstance(outcome, Lost)),
             kv_free_tokens=self.runner.kv_capacity_tokens - self.runner.kv_tokens_in_use,
         )
 
 
-def judge(logits: torch.Tensor, cases: list[_Case], vocab_size: int) -> list[Verdict]:
+def judge(logits: torch.Tensor, cases: list[_Case]) -> list[Verdict]:
     """Turn the target's rows into verdicts; rows of all sequences are worked on together.
 
     Args:
-        logits: [sum of num_rows, >= vocab_size] raw logits.
+        logits: [sum of num_rows, vocab] raw logits without padding.
         cases: whose rows they are, in order.
-        vocab_size: ids beyond it are padding.
     """
-    contexts = [context for case in cases for context in case.contexts()]
-    processed = process_logits(mask_padding(logits, vocab_size), contexts)
+    are_plain = all(case.session.is_plain for case in cases)
+    contexts = [] if are_plain else [context for case in cases for context in case.contexts()]
+    processed = process_logits(logits, contexts)
     sampled = [case for case in cases if case.mode is not VerificationMode.GREEDY]
     if len(sampled) < len(cases):
-        token_ids = processed.argmax(dim=-1)  # greedy choices for every row; sampled rows are overwritten
+        token_ids = best(processed)  # greedy choices for every row; sampled rows are overwritten
     else:
         token_ids = torch.empty(len(processed), dtype=torch.int64, device=processed.device)
     ratios: dict[int, list[float]] = {}
     if sampled:
         token_ids = _judge_sampled(processed, sampled, token_ids, ratios)
     chosen = token_ids.tolist()
-    return [case.verdict(chosen, ratios.get(case.start, [])) for case in cases]
+    return [case.verdict(chosen, ratios.get(case.start, []), logits) for case in cases]
 
 
 def _judge_sampled(

@@ -38,6 +38,14 @@ class HealthServicer(pb_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
+    async def List(
+        self,
+        request: pb.HealthListRequest,
+        context: grpc.aio.ServicerContext[pb.HealthListRequest, pb.HealthListResponse],
+    ) -> pb.HealthListResponse:
+        statuses = {name: pb.HealthCheckResponse(status=self._status(name)) for name in self._services}
+        return pb.HealthListResponse(statuses=statuses)
+
     async def Watch(
         self,
         request: pb.HealthCheckRequest,

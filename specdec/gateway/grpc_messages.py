@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from specdec.errors import InvalidRequest
-from specdec.gateway.events import Completion, Finished, TextDelta, Usage
+from specdec.gateway import structured
+from specdec.gateway.events import (
+    Choice,
+    Completion,
+    Finished,
+    GenerationEvent,
+    PromptEcho,
+    ScoredToken,
+    TextDelta,
+    Usage,
+)
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.requests import (
     ChatMessage,
@@ -14,7 +26,9 @@ from specdec.gateway.requests import (
     SpeculativeOptions,
     TextPrompt,
     TokenPrompt,
+    ToolCall,
 )
+from specdec.gateway.structured import Constraint
 from specdec.types import FinishReason, Pipeline, SpeculationStats, VerificationMode
 
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
@@ -35,19 +49,28 @@ _PIPELINES: dict[int, Pipeline | None] = {
 }
 
 
-def to_client_request(request: pb.GenerateRequest, request_id: str, timeout_s: float | None) -> ClientRequest:
+def to_client_request(
+    request: pb.GenerateRequest, request_id: str, timeout_s: float | None, client: str = ""
+) -> ClientRequest:
     """Translate a request.
 
     Raises:
-        InvalidRequest: it has no prompt, or an enum value this server does not know.
+        InvalidRequest: it has no prompt, an enum value this server does not know, or fields that contradict
+            each other.
     """
+    if request.prompt_logprobs and not request.HasField("logprobs"):
+        raise InvalidRequest("prompt_logprobs is only allowed with logprobs", "prompt_logprobs")
     return ClientRequest(
         request_id=request_id,
-        prompt=_prompt(request),
+        prompts=(_prompt(request),),
+        n=request.n if request.HasField("n") else None,
+        echo=request.prompt_logprobs,
+        num_logprobs=request.logprobs if request.HasField("logprobs") else None,
         model=request.model or None,
         sampling=_sampling_options(request.sampling),
         speculative=_speculative_options(request.speculative),
         timeout_s=timeout_s,
+        client=client,
     )
 
 
@@ -55,32 +78,59 @@ def to_response(
     completion: Completion, request_id: str, model: str, wants_metrics: bool
 ) -> pb.GenerateResponse:
     """Translate a whole generation."""
-    finished = completion.finished
+    totals = completion.totals
     return pb.GenerateResponse(
         id=request_id,
         model=model,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        finish_reason=_FINISH_REASONS[finished.finish_reason],
-        usage=_usage(finished.usage),
-        speculative_metrics=_metrics(finished.stats) if wants_metrics else None,
+        choices=map(_choice, completion.choices),
+        usage=_usage(totals.usage),
+        speculative_metrics=_metrics(totals.stats) if wants_metrics else None,
     )
 
 
 def to_stream_response(
-    event: TextDelta | Finished, request_id: str, model: str, wants_metrics: bool
+    event: GenerationEvent, request_id: str, model: str, wants_metrics: bool
 ) -> pb.GenerateStreamResponse:
     """Translate one event of a generation."""
-    if isinstance(event, TextDelta):
-        return pb.GenerateStreamResponse(
-            id=request_id, model=model, text=event.text, token_ids=event.token_ids
-        )
-    return pb.GenerateStreamResponse(
-        id=request_id,
-        model=model,
-        finish_reason=_FINISH_REASONS[event.finish_reason],
-        usage=_usage(event.usage),
-        speculative_metrics=_metrics(event.stats) if wants_metrics else None,
+    message = pb.GenerateStreamResponse(id=request_id, model=model, choice=event.index)
+    match event:
+        case PromptEcho():
+            message.prompt_logprobs.extend(map(_token_logprob, event.tokens))
+        case TextDelta():
+            message.text = event.text
+            message.token_ids.extend(event.token_ids)
+            message.logprobs.extend(map(_token_logprob, event.tokens))
+        case Finished():
+            message.finish_reason = _FINISH_REASONS[event.finish_reason]
+            if event.totals is not None:
+                message.usage.CopyFrom(_usage(event.totals.usage))
+                if wants_metrics:
+                    message.speculative_metrics.CopyFrom(_metrics(event.totals.stats))
+        case _:
+            assert_never(event)
+    return message
+
+
+def _choice(choice: Choice) -> pb.Choice:
+    return pb.Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids,
+        finish_reason=_FINISH_REASONS[choice.finish_reason],
+        logprobs=map(_token_logprob, choice.tokens),
+        prompt_logprobs=map(_token_logprob, choice.echo.tokens if choice.echo is not None else ()),
+    )
+
+
+def _token_logprob(token: ScoredToken) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=token.token_id,
+        token=token.utf8,
+        logprob=token.logprob,
+        top=[
+            pb.TopLogprob(token_id=likely.token_id, token=likely.utf8, logprob=likely.logprob)
+            for likely in token.top
+        ],
     )
 
 
@@ -89,14 +139,41 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
         case "text":
             return TextPrompt(text=request.text)
         case "messages":
-            messages = request.messages.messages
-            return ChatPrompt(
-                messages=tuple(ChatMessage(role=item.role, content=item.content) for item in messages)
-            )
+            return ChatPrompt(messages=tuple(map(_message, request.messages.messages)))
         case "token_ids":
             return TokenPrompt(token_ids=tuple(request.token_ids.ids))
         case _:
             raise InvalidRequest("a prompt is required: set text, messages or token_ids", "prompt")
+
+
+def to_prompt(request: pb.TokenizeRequest) -> Prompt:
+    """Translate the prompt of a request to tokenize.
+
+    Raises:
+        InvalidRequest: it has none, or fields that contradict each other.
+    """
+    adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(text=request.text, add_special_tokens=adds is not False)
+        case "messages" if adds:
+            raise InvalidRequest("a conversation has its template's special tokens", "add_special_tokens")
+        case "messages":
+            return ChatPrompt(messages=tuple(map(_message, request.messages.messages)))
+        case _:
+            raise InvalidRequest("a prompt is required: set text or messages", "prompt")
+
+
+def _message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name if message.HasField("name") else None,
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+        tool_calls=tuple(
+            ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
+        ),
+    )
 
 
 def _sampling_options(options: pb.SamplingOptions) -> SamplingOptions:
@@ -115,7 +192,24 @@ def _sampling_options(options: pb.SamplingOptions) -> SamplingOptions:
         stop=tuple(options.stop),
         stop_token_ids=tuple(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
+        min_tokens=options.min_tokens if has("min_tokens") else None,
+        bad_words=tuple(options.bad_words),
+        constraint=_constraint(options),
     )
+
+
+def _constraint(options: pb.SamplingOptions) -> Constraint | None:
+    match options.WhichOneof("constraint"):
+        case "json_schema" as field:
+            return structured.json_schema(options.json_schema, field)
+        case "regex" as field:
+            return structured.regex(options.regex, field)
+        case "grammar" as field:
+            return structured.lark(options.grammar, field)
+        case "choice" as field:
+            return structured.choice(list(options.choice.texts), field)
+        case _:
+            return None
 
 
 def _speculative_options(options: pb.SpeculativeOptions) -> SpeculativeOptions:

@@ -17,8 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.config import GatewayConfig
 from specdec.errors import ConfigError, DeadlineExceeded, InvariantViolation, SpecDecError
 from specdec.gateway.events import collect
+from specdec.gateway.faults import log_fault
+from specdec.gateway.grpc_door import DecodeInterceptor, KeyInterceptor, client_name
+from specdec.gateway.grpc_errors import trailing_metadata
 from specdec.gateway.grpc_health import HealthServicer
-from specdec.gateway.grpc_messages import to_client_request, to_response, to_stream_response
+from specdec.gateway.grpc_messages import to_client_request, to_prompt, to_response, to_stream_response
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from specdec.gateway.service import GenerationService
@@ -26,11 +29,8 @@ from specdec.gateway.service import GenerationService
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "specdec.v1.GenerationService"
-MAX_DETAILS_CHARS = 1000
-"""Details travel in trailers, which clients bound at a few KB."""
-
-RETRY_PUSHBACK_MS = 1000
-RETRYABLE_CODES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+MAX_DETAILS_BYTES = 1000
+"""Details travel in trailers, up to three times; clients bound these at a few KB."""
 
 
 class GrpcServer:
@@ -64,10 +64,11 @@ async def start_grpc_server(
         ConfigError: the address cannot be bound, or reflection is on but its package is missing.
     """
     server = grpc.aio.server(
+        interceptors=(KeyInterceptor(service.keys), DecodeInterceptor()),
         options=[
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", config.max_body_bytes),
-        ]
+        ],
     )
     health = HealthServicer(("", SERVICE_NAME), ready)
     pb_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server)  # type: ignore[no-untyped-call]
@@ -90,9 +91,9 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
-        async with self._answering(context):
-            call = to_client_request(request, _new_request_id(), context.time_remaining())
-            completion = await collect(self._service.generate(call))
+        async with self._answering(context) as client:
+            call = to_client_request(request, _new_request_id(), context.time_remaining(), client)
+            completion = await collect(self._service.metrics.measured("grpc", self._service.generate(call)))
             return to_response(
                 completion, call.request_id, self._service.model_name, request.speculative.metrics
             )
@@ -104,9 +105,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     ) -> None:
         # Written as a coroutine, not a generator: were it cancelled at a yield, its cleanup would be left to
         # the garbage collector.
-        async with self._answering(context):
-            call = to_client_request(request, _new_request_id(), context.time_remaining())
-            async with aclosing(self._service.generate(call)) as events:
+        async with self._answering(context) as client:
+            call = to_client_request(request, _new_request_id(), context.time_remaining(), client)
+            events = self._service.metrics.measured("grpc", self._service.generate(call))
+            async with aclosing(events):
                 # A client that does not read blocks the write; it must not hold the sequence for ever.
                 async with asyncio.timeout(self._service.timeout_s(call)):
                     async for event in events:
@@ -131,36 +133,49 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 draft_model=config.draft.model if config.draft else None,
             )
 
+    async def Tokenize(
+        self,
+        request: pb.TokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse],
+    ) -> pb.TokenizeResponse:
+        async with self._answering(context):
+            token_ids = await self._service.tokenize(to_prompt(request), request.model)
+            return pb.TokenizeResponse(token_ids=token_ids, max_context=self._service.model_info.max_context)
+
+    async def Detokenize(
+        self,
+        request: pb.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
+    ) -> pb.DetokenizeResponse:
+        async with self._answering(context):
+            return pb.DetokenizeResponse(
+                text=await self._service.detokenize(request.token_ids, request.model)
+            )
+
     @asynccontextmanager
-    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-        """Ask for the key; end the call with the status of the error raised inside, never with a trace."""
+    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
+        """End the call with the status of the error raised inside, never with a trace.
+
+        Yields:
+            The client's name.
+        """
         try:
-            self._service.keys.check(_authorization(context))
-            yield
+            yield client_name.get()
         except SpecDecError as error:
+            if error.grpc_code == "INTERNAL":
+                log_fault(logger, "a gRPC call failed", error)
             await _abort(context, error)
         except TimeoutError:
             await _abort(context, DeadlineExceeded("the request was not finished by its deadline"))
-        except Exception:
-            logger.exception("a gRPC call failed")
+        except Exception as error:
+            log_fault(logger, "a gRPC call failed", error)
             await _abort(context, InvariantViolation("internal error"))
 
 
-def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    values = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-    return str(values[0]) if values else None
-
-
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecDecError) -> Never:
-    if error.grpc_code == "INTERNAL":
-        logger.error("a gRPC call failed", exc_info=error)
     details = "internal error" if error.grpc_code == "INTERNAL" else error.message
-    metadata = [
-        *([("specdec-error-code", error.code)] if error.code else []),
-        *([("specdec-error-param", error.param)] if error.param else []),
-        *([("grpc-retry-pushback-ms", str(RETRY_PUSHBACK_MS))] if error.grpc_code in RETRYABLE_CODES else []),
-    ]
-    await context.abort(grpc.StatusCode[error.grpc_code], details[:MAX_DETAILS_CHARS], tuple(metadata))
+    details = details.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(grpc.StatusCode[error.grpc_code], details, trailing_metadata(error, details))
     raise AssertionError("abort raises")
 
 

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TypeVar
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.errors import ServiceUnavailable, SpecDecError
-from specdec.gateway import http_errors
-from specdec.gateway.events import GenerationEvent, collect
+from specdec.errors import SpecDecError
+from specdec.gateway import http_errors, metrics
+from specdec.gateway import http_schema as schema
+from specdec.gateway.choices import best_choices
+from specdec.gateway.events import Completion, GenerationEvent, collect
 from specdec.gateway.http_body import JsonBodyMiddleware
-from specdec.gateway.http_stream import EventStreamResponse, sse_frames, unless_disconnected
+from specdec.gateway.http_door import OPEN_PATHS, HeadMiddleware, KeyMiddleware, LastResortMiddleware
+from specdec.gateway.http_service import ReadyService, Service, ServiceProvider
+from specdec.gateway.http_stream import (
+    ChunkFrames,
+    EventStreamResponse,
+    Frames,
+    sse_frames,
+    unless_disconnected,
+)
+from specdec.gateway.http_tokenizer import detokenize, tokenize, tokenizer_info
 from specdec.gateway.openai import ChatCompletionRequest, CompletionRequest
 from specdec.gateway.openai_responses import (
     ChatFormat,
@@ -33,10 +46,9 @@ from specdec.gateway.openai_responses import (
     model_card,
 )
 from specdec.gateway.requests import ClientRequest
+from specdec.gateway.responses_answer import ResponsesFormat, ResponsesFrames
+from specdec.gateway.responses_api import ResponsesRequest
 from specdec.gateway.service import GenerationService
-
-ServiceProvider = Callable[[], GenerationService | None]
-"""Returns the process's service, or None while there is none yet."""
 
 Format = TypeVar("Format", bound=ResponseFormat)
 
@@ -44,11 +56,12 @@ CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this status but the log: the client has left."""
 
 
-def build_http_app(get_service: ServiceProvider) -> FastAPI:
+def build_http_app(get_service: ServiceProvider, cors_origins: Sequence[str] = ()) -> FastAPI:
     """Build the app.
 
     Args:
         get_service: called for every request; where the app is pickled, a module-level function.
+        cors_origins: web pages that may call it from a browser, like ``https://example.com``; ``*`` is all.
     """
     app = FastAPI(
         title="specdec",
@@ -56,68 +69,95 @@ def build_http_app(get_service: ServiceProvider) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,  # the pages load scripts from elsewhere; /openapi.json stays
         redoc_url=None,
+        middleware=_middleware(cors_origins),
         exception_handlers={
             SpecDecError: http_errors.on_specdec_error,
             RequestValidationError: http_errors.on_validation_error,
             HTTPException: http_errors.on_http_error,
-            Exception: http_errors.on_unexpected_error,
         },
     )
     app.state.get_service = get_service
-    app.add_middleware(JsonBodyMiddleware)
-    for method, path, handler in (
-        ("POST", "/v1/chat/completions", create_chat_completion),
-        ("POST", "/v1/completions", create_completion),
-        ("GET", "/v1/models", list_models),
-        ("GET", "/v1/models/{name:path}", retrieve_model),
-        ("GET", "/health", health),
-        ("GET", "/status", status),
-        ("GET", "/version", version),
+    for method, path, handler, responses in (
+        (
+            "POST",
+            "/v1/chat/completions",
+            create_chat_completion,
+            schema.answers(schema.CHAT_COMPLETION, *schema.GENERATION_ERRORS, can_stream=True),
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            create_completion,
+            schema.answers(schema.COMPLETION, *schema.GENERATION_ERRORS, can_stream=True),
+        ),
+        (
+            "POST",
+            "/v1/responses",
+            create_response,
+            schema.answers(schema.RESPONSE, *schema.GENERATION_ERRORS, can_stream=True),
+        ),
+        ("GET", "/v1/models", list_models, schema.answers(schema.MODEL_LIST, 503)),
+        ("GET", "/v1/models/{name:path}", retrieve_model, schema.answers(schema.MODEL, 404, 503)),
+        ("POST", "/tokenize", tokenize, schema.answers(schema.TOKENS, *schema.TOKENIZER_ERRORS)),
+        ("POST", "/detokenize", detokenize, schema.answers(schema.TEXT, *schema.TOKENIZER_ERRORS)),
+        ("GET", "/tokenizer_info", tokenizer_info, schema.answers(schema.TOKENIZER_INFO, 503)),
+        ("GET", "/health", health, schema.answers(schema.HEALTH, 503)),
+        ("GET", "/status", status, schema.answers(schema.STATUS, 503)),
+        ("GET", "/metrics", expose_metrics, schema.answers(schema.METRICS, 503, media_type="text/plain")),
+        ("GET", "/version", version, schema.answers(schema.VERSION)),
     ):
-        guards = [] if path in OPEN_PATHS else [Depends(_check_key)]
-        app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=guards)
+        app.add_api_route(path, handler, methods=[method], response_model=None, responses=responses)
+    schema.publish(app, OPEN_PATHS)
     return app
 
 
-async def _current_service(request: Request) -> GenerationService:
-    service: GenerationService | None = request.app.state.get_service()
-    if service is None:
-        raise ServiceUnavailable("the gateway is starting")
-    return service
-
-
-async def _ready_service(request: Request) -> GenerationService:
-    service = await _current_service(request)
-    if not service.is_ready():
-        raise ServiceUnavailable("no worker is ready to serve the model")
-    return service
-
-
-Service = Annotated[GenerationService, Depends(_current_service)]
-ReadyService = Annotated[GenerationService, Depends(_ready_service)]
-
-
-async def _check_key(request: Request, service: Service) -> None:
-    service.keys.check(request.headers.get("authorization"))
-
-
-OPEN_PATHS = frozenset({"/health", "/version"})
-"""Answered without a key: probes have none."""
+def _middleware(cors_origins: Sequence[str]) -> list[Middleware]:
+    """Outermost first. A preflight is answered before a key is asked for, a key before the body is read."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(cors_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
+    return [
+        *([cors] if cors_origins else []),
+        Middleware(LastResortMiddleware),
+        Middleware(KeyMiddleware),
+        Middleware(HeadMiddleware),
+        Middleware(JsonBodyMiddleware),
+    ]
 
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: Service) -> Response:
     """Answer a conversation, whole or as a stream of server-sent events."""
     response = _format(ChatFormat, "chatcmpl", body, service)
+    frames = ChunkFrames(response) if body.stream else None
     return await _respond(
-        request, service, body.to_client_request(response.request_id), response, body.stream
+        request, service, body.to_client_request(response.request_id), response.whole, frames
     )
 
 
 async def create_completion(body: CompletionRequest, request: Request, service: Service) -> Response:
     """Continue a text, whole or as a stream of server-sent events."""
     response = _format(CompletionFormat, "cmpl", body, service)
+    frames = ChunkFrames(response) if body.stream else None
     return await _respond(
-        request, service, body.to_client_request(response.request_id), response, body.stream
+        request, service, body.to_client_request(response.request_id), response.whole, frames
+    )
+
+
+async def create_response(body: ResponsesRequest, request: Request, service: Service) -> Response:
+    """Answer a conversation as OpenAI's newer API does, without storing anything."""
+    response = ResponsesFormat(
+        request_id=f"resp_{uuid.uuid4().hex}",
+        model=service.model_name,
+        created=int(time.time()),
+        body=body,
+    )
+    frames = ResponsesFrames(response) if body.stream else None
+    return await _respond(
+        request, service, body.to_client_request(response.request_id), response.whole, frames
     )
 
 
@@ -144,6 +184,11 @@ async def status(service: Service) -> JsonObject:
     return {"coordinators": [asdict(coordinator) for coordinator in service.coordinators()]}
 
 
+async def expose_metrics(service: Service) -> Response:
+    """For Prometheus: what this gateway served, and what the coordinators count."""
+    return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
+
+
 async def version() -> JsonObject:
     """Version of the server."""
     return {"version": __version__}
@@ -161,6 +206,7 @@ def _format(
         created=int(time.time()),
         wants_metrics=body.wants_metrics,
         wants_usage_chunk=body.wants_usage_chunk,
+        num_choices=body.num_choices,
     )
 
 
@@ -168,14 +214,24 @@ async def _respond(
     request: Request,
     service: GenerationService,
     client_request: ClientRequest,
-    response: ResponseFormat,
-    stream: bool | None,
+    whole: Callable[[Completion], JsonObject],
+    frames: Frames | None,
 ) -> Response:
-    events = service.generate(client_request)
+    """Generate and answer.
+
+    Args:
+        request: as it came.
+        service: generates.
+        client_request: the translated request.
+        whole: makes the answer of a request that does not stream.
+        frames: makes that of one that does.
+    """
+    named_request = replace(client_request, client=request.state.client)
+    events = service.metrics.measured("http", service.generate(named_request))
     try:
-        if not stream:
+        if frames is None:
             completion = await unless_disconnected(request.receive, collect(events))
-            return JSONResponse(response.whole(completion))
+            return JSONResponse(whole(best_choices(client_request, completion)))
 
         async def first_event() -> GenerationEvent:
             return await anext(events)
@@ -185,5 +241,7 @@ async def _respond(
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return EventStreamResponse(
-        sse_frames(first, events, response), source=events, lifetime_s=service.timeout_s(client_request)
+        sse_frames(first, events, frames, client_request.request_id),
+        source=events,
+        lifetime_s=service.timeout_s(client_request),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,12 +13,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from specdec.errors import InvalidRequest, InvariantViolation, RequestError, SpecDecError
+from specdec.errors import InvalidRequest, RequestError, SpecDecError
+from specdec.gateway.faults import log_fault
+from specdec.gateway.retry import retry_after_s
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1
-"""Advice on 429 and 503: a queue moves in milliseconds and a lost worker is replaced in seconds."""
 
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 200
@@ -54,8 +54,8 @@ def error_envelope(error: SpecDecError) -> dict[str, object]:
 def error_response(error: SpecDecError) -> Response:
     """The whole answer for a request that failed before its answer began."""
     headers = {}
-    if error.http_status in (429, 503):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if (delay_s := retry_after_s(error)) is not None:
+        headers["Retry-After"] = str(math.ceil(delay_s))
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return _response(error.http_status, error_envelope(error), headers)
@@ -65,7 +65,7 @@ async def on_specdec_error(request: Request, error: Exception) -> Response:
     """Answer with the error's own status."""
     assert isinstance(error, SpecDecError)
     if error.http_status == 500:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        log_fault(logger, f"{request.method} failed", error)
     return error_response(error)
 
 
@@ -86,11 +86,6 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     return _response(
         error.status_code, {"error": {**envelope, "param": None, "code": None}}, dict(error.headers or {})
     )
-
-
-async def on_unexpected_error(request: Request, error: Exception) -> Response:
-    """Answer 500 without any detail; the framework logs the exception."""
-    return error_response(InvariantViolation("internal error"))
 
 
 def _as_invalid_request(error: RequestValidationError) -> InvalidRequest:

@@ -7,14 +7,15 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.errors import InvariantViolation, SpecDecError
-from specdec.gateway.events import Finished, GenerationEvent
+from specdec.gateway.events import Finished, GenerationEvent, TextDelta
+from specdec.gateway.faults import log_fault
 from specdec.gateway.http_errors import error_envelope
 from specdec.gateway.openai_responses import JsonObject, ResponseFormat
 
@@ -32,44 +33,75 @@ def frame(payload: JsonObject) -> bytes:
     return b"data: " + _to_json(payload).encode() + b"\n\n"
 
 
-class _Frames:
-    """Events to frames. Those with text differ in nothing else, so the rest is rendered once."""
+class Frames(Protocol):
+    """Events of one answer to what is sent."""
+
+    def opening(self) -> bytes:
+        """What precedes the first event."""
+        ...
+
+    def of(self, event: GenerationEvent) -> bytes:
+        """The event's frames in one piece; empty where nothing shows of it."""
+        ...
+
+    def error(self, error: SpecDecError) -> bytes:
+        """The frame that ends an answer that failed."""
+        ...
+
+
+class ChunkFrames:
+    """Events to chunks. Those with text alone differ in nothing else, so the rest is rendered once each."""
 
     def __init__(self, response: ResponseFormat) -> None:
         self._response = response
-        # The text is the last string of a chunk: whatever the model's name is, this cuts around the text.
-        self._head, _, self._tail = frame(response.text_chunk("\0")).rpartition(_to_json("\0").encode())
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands before and behind the text."""
+
+    def opening(self) -> bytes:
+        """What precedes the first event."""
+        return b"".join(map(frame, self._response.opening()))
 
     def of(self, event: GenerationEvent) -> bytes:
         """The event's frames, often one, in one piece."""
-        if isinstance(event, Finished):
-            usage = self._response.usage_chunk(event.usage)
-            last = frame(self._response.last_chunk(event))
-            return last + (frame(usage) if usage is not None else b"") + DONE_FRAME
-        # Tokens without text (an incomplete character, a possible stop string) show nothing yet.
-        return self._head + _to_json(event.text).encode() + self._tail if event.text else b""
+        if isinstance(event, TextDelta) and event.parts is None and not event.tokens:
+            # Tokens without text (an incomplete character, a possible stop string) show nothing yet.
+            return self._text_frame(event.index, event.text) if event.text else b""
+        frames = b"".join(map(frame, self._response.chunks(event)))
+        is_last = isinstance(event, Finished) and event.totals is not None
+        return frames + DONE_FRAME if is_last else frames
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        if index not in self._templates:
+            # The text is the last string of a chunk: whatever the model's name is, this cuts around the text.
+            template = frame(self._response.text_chunk(index, "\0"))
+            before, _, behind = template.rpartition(_to_json("\0").encode())
+            self._templates[index] = (before, behind)
+        before, behind = self._templates[index]
+        return before + _to_json(text).encode() + behind
+
+    def error(self, error: SpecDecError) -> bytes:
+        """One frame with ``error``, and no ``[DONE]``."""
+        return frame(error_envelope(error))
 
 
 async def sse_frames(
-    first: GenerationEvent, events: AsyncGenerator[GenerationEvent, None], response: ResponseFormat
+    first: GenerationEvent, events: AsyncGenerator[GenerationEvent, None], frames: Frames, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of one answer, one or several at a time; its first event has been waited for already.
 
-    An error from here on can only be told inside the stream: one frame with ``error``, and no ``[DONE]``.
+    An error from here on can only be told inside the stream.
     """
     try:
-        opening = response.first_chunk()
-        frames = _Frames(response)
-        if head := (frame(opening) if opening is not None else b"") + frames.of(first):
+        if head := frames.opening() + frames.of(first):
             yield head
         async for event in events:
             if body := frames.of(event):
                 yield body
     except SpecDecError as error:
-        yield frame(error_envelope(error))
-    except Exception:
-        logger.exception("request %s failed while streaming", response.request_id)
-        yield frame(error_envelope(InvariantViolation("internal error")))
+        yield frames.error(error)
+    except Exception as error:
+        log_fault(logger, f"request {request_id} failed while streaming", error)
+        yield frames.error(InvariantViolation("internal error"))
 
 
 class EventStreamResponse(Response):

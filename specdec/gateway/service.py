@@ -6,54 +6,40 @@ Knows nothing of either protocol, nor of what is behind the `Backend`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 from specdec.config import AppConfig
-from specdec.errors import DeadlineExceeded, GenerationFailed, UnknownModel
+from specdec.engine.grammar import Grammars
+from specdec.errors import UnknownModel
+from specdec.gateway.answer_style import AnswerStyle, showing_tags
 from specdec.gateway.backend import Backend
-from specdec.gateway.events import Finished, GenerationEvent, TextDelta, Usage
+from specdec.gateway.choices import (
+    SequenceRunner,
+    Tally,
+    num_candidates,
+    plan_sequences,
+    until,
+)
+from specdec.gateway.echo import EchoedPrompt, echoed_prompt
+from specdec.gateway.events import Finished, GenerationEvent
+from specdec.gateway.interleave import interleaved
 from specdec.gateway.keys import ApiKeys
+from specdec.gateway.limits import ClientLimits
+from specdec.gateway.metrics import GatewayMetrics
+from specdec.gateway.output_grammars import OutputGrammars, OutputShape
+from specdec.gateway.pace import Pace
 from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
-from specdec.gateway.requests import ClientRequest
-from specdec.gateway.text import SequenceText, TextPiece
+from specdec.gateway.request_shape import check_shape
+from specdec.gateway.requests import ClientRequest, Prompt
 from specdec.gateway.validation import build_generation_request
+from specdec.gateway.vocabulary import Vocabulary
 from specdec.messages import CoordinatorStatus
-from specdec.speculation.stats import AcceptanceCounter
-from specdec.types import FinishReason, GenerationRequest, ModelInfo, TokenChunk
+from specdec.types import GenerationRequest, ModelInfo
 
-Result = TypeVar("Result")
-
-
-class _Pace:
-    """When the streams of one gateway may send again: each has an equal share of the messages per second."""
-
-    def __init__(self, max_messages_per_s: float) -> None:
-        self._max_messages_per_s = max_messages_per_s
-        self._num_streams = 0
-
-    @contextmanager
-    def stream(self) -> Iterator[Callable[[], float]]:
-        """Count one stream; gives its `not_before` (see `Backend.generate`).
-
-        It lets the first text go at once. As long as rounds take longer than the share's interval, each is
-        sent as it comes.
-        """
-        has_sent = False
-
-        def not_before_s() -> float:
-            nonlocal has_sent
-            interval_s = self._num_streams / self._max_messages_per_s if has_sent else 0.0
-            has_sent = True
-            return asyncio.get_running_loop().time() + interval_s
-
-        self._num_streams += 1
-        try:
-            yield not_before_s
-        finally:
-            self._num_streams -= 1
+PROMPT_END_TOKENS = 16
 
 
 class GenerationService:
@@ -81,11 +67,26 @@ class GenerationService:
         self.config = config
         self.created = created
         self.keys = ApiKeys.load(config.gateway.api_keys_file)
+        self.metrics = GatewayMetrics(backend.statuses)
         self._backend = backend
         self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
-        self._decoding_tokenizer = copy_of_backend(tokenizer)
+        self._decoding_tokenizer = showing_tags(copy_of_backend(tokenizer))
+        self._runner = SequenceRunner(
+            backend=backend,
+            tokenizer=self._decoding_tokenizer,
+            vocabulary=Vocabulary(self._decoding_tokenizer),
+            pace=Pace(config.gateway.max_stream_messages_per_s),
+        )
         self._model_info = model_info
-        self._pace = _Pace(config.gateway.max_stream_messages_per_s)
+        self._answer_style = AnswerStyle(
+            self._prompt_encoder.template,
+            tool_parser=config.gateway.tool_parser,
+            reasoning_parser=config.gateway.reasoning_parser,
+        )
+        self._output_grammars = OutputGrammars(
+            Grammars(lambda: tokenizer, model_info.vocab_size, model_info.eos_token_ids)
+        )
+        self._limits = ClientLimits(config.gateway.max_requests_per_key, self.keys)
 
     @property
     def model_name(self) -> str:
@@ -121,14 +122,38 @@ class GenerationService:
         limit = self.config.gateway.request_timeout_s
         return limit if request.timeout_s is None else min(limit, request.timeout_s)
 
+    async def tokenize(self, prompt: Prompt, model: str | None = None) -> tuple[int, ...]:
+        """Return the token ids that a request with this prompt would begin with; may be none.
+
+        Raises:
+            RequestError: it cannot be encoded, or another model is meant.
+            DeadlineExceeded: it took longer than ``gateway.request_timeout_s``.
+        """
+        self.check_model(model)
+        return await until(self._own_deadline(), self._prompt_encoder.tokenize(prompt))
+
+    async def detokenize(self, token_ids: Sequence[int], model: str | None = None) -> str:
+        """Return the text of token ids, special tokens included; raises as `tokenize` does."""
+        self.check_model(model)
+        return await until(self._own_deadline(), self._prompt_encoder.detokenize(token_ids))
+
+    def describe_tokenizer(self) -> dict[str, object]:
+        """Special tokens, chat template, vocabulary: see `PromptEncoder.describe`."""
+        return self._prompt_encoder.describe()
+
+    def _own_deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.config.gateway.request_timeout_s
+
     async def generate(self, request: ClientRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """Yield text as it is committed, then one `Finished`.
+        """Yield text as it is committed; each choice ends with a `Finished`, the last of which has totals.
 
         The first text comes at once. Under load what several rounds committed comes in one piece: see
-        ``gateway.max_stream_messages_per_s``.
+        ``gateway.max_stream_messages_per_s``. With ``best_of`` all candidates
+        come: see `specdec.gateway.choices.best_choices`.
 
-        All that is wrong with a request raises before the first event. Close the generator to cancel: the
-        backend's generator is closed before ``aclose()`` returns, and as soon as a stop string is complete.
+        All that is wrong with a request raises before the first event. One failing choice fails the request.
+        Close the generator to cancel: the backend's generators are closed before ``aclose()`` returns, and
+        each as soon as its stop string is complete.
 
         Raises:
             RequestError: the request cannot be served as it stands.
@@ -136,79 +161,50 @@ class GenerationService:
             DeadlineExceeded: it took longer than its deadline.
         """
         deadline = asyncio.get_running_loop().time() + self.timeout_s(request)
-        generation = await _until(deadline, self._prepare(request))
-        text = SequenceText(
-            self._decoding_tokenizer,
-            stop_strings=request.sampling.stop,
-            stop_token_ids=generation.stop.stop_token_ids,
-        )
-        counter = AcceptanceCounter()
-        num_tokens = 0
-        with self._pace.stream() as not_before:
-            async with aclosing(self._backend.generate(generation, not_before)) as batches:
-                while True:
-                    batch = await _next_batch(batches, deadline)
-                    piece = _text_of(batch, text, counter)
-                    num_tokens += len(piece.token_ids)
-                    if text.is_stopped or batch[-1].is_last:
-                        break
-                    if piece.token_ids:
-                        yield TextDelta(text=piece.text, token_ids=piece.token_ids)
-        last = TextDelta(text=piece.text + text.finish(), token_ids=piece.token_ids)
-        if last.text or last.token_ids:
-            yield last
-        yield Finished(
-            finish_reason=_finish_reason(text, batch[-1]),
-            usage=Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=num_tokens),
-            stats=counter.snapshot(),
-        )
+        prepared = await until(deadline, self._prepare(request))
+        plans = [
+            plan
+            for prompt_no, (generation, echo, shape) in enumerate(prepared)
+            for plan in plan_sequences(request, generation, prompt_no, echo, shape)
+        ]
+        tally = Tally(prompt_tokens=sum(len(generation.prompt_ids) for generation, _, _ in prepared))
+        num_unfinished = len(prepared) * num_candidates(request)
+        with self._limits.request(request.client):
+            sources = [self._runner.events(plan, tally, deadline) for plan in plans]
+            async with aclosing(interleaved(sources)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        num_unfinished -= 1
+                        yield event if num_unfinished else replace(event, totals=tally.totals())
+                    else:
+                        yield event
 
-    async def _prepare(self, request: ClientRequest) -> GenerationRequest:
+    async def _prepare(
+        self, request: ClientRequest
+    ) -> list[tuple[GenerationRequest, EchoedPrompt | None, OutputShape]]:
+        """Check all of a request. Of each prompt: its first choice, its text to echo, the outputs' shape."""
         self.check_model(request.model)
-        prompt_ids = await self._prompt_encoder.encode(request.prompt)
-        return build_generation_request(request, prompt_ids, config=self.config, model_info=self.model_info)
+        check_shape(request, self.config)
+        info = self.model_info
+        bad_words = await self._prompt_encoder.encode_words(request.sampling.bad_words, "bad_words")
+        prepared: list[tuple[GenerationRequest, EchoedPrompt | None, OutputShape]] = []
+        for prompt in request.prompts:
+            prompt_ids = await self._prompt_encoder.encode(prompt)
+            generation = build_generation_request(
+                request, prompt, prompt_ids, bad_words=bad_words, config=self.config, model_info=info
+            )
+            shape = self._answer_style.shape(
+                prompt, partial(self._end_of, prompt_ids), request.sampling.constraint
+            )
+            sampling = replace(generation.sampling, grammar=await self._output_grammars.of(shape))
+            echo = await self._echo(prompt, prompt_ids) if request.echo else None
+            prepared.append((replace(generation, sampling=sampling), echo, shape))
+        return prepared
 
+    def _end_of(self, prompt_ids: tuple[int, ...]) -> str:
+        """The end of a prompt's text: enough to see whether it has opened a tag."""
+        end = list(prompt_ids[-PROMPT_END_TOKENS:])
+        return self._decoding_tokenizer.decode(end, skip_special_tokens=False)
 
-async def _until(deadline: float, work: Awaitable[Result]) -> Result:
-    """Await ``work``; give it up at the deadline (in the running loop's time)."""
-    try:
-        async with asyncio.timeout_at(deadline) as scope:
-            return await work
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise DeadlineExceeded("the request was not finished by its deadline") from error
-
-
-async def _next_batch(
-    batches: AsyncGenerator[tuple[TokenChunk, ...], None], deadline: float
-) -> tuple[TokenChunk, ...]:
-    batch = await _until(deadline, anext(batches, None))
-    if batch is None:
-        raise GenerationFailed("the generation ended unexpectedly")
-    if batch[-1].error is not None:
-        raise GenerationFailed(batch[-1].error)
-    if batch[-1].is_last:
-        # Let the backend come to its end: closed before it, a finished sequence looks cancelled.
-        await _until(deadline, anext(batches, None))
-    return batch
-
-
-def _text_of(batch: tuple[TokenChunk, ...], text: SequenceText, counter: AcceptanceCounter) -> TextPiece:
-    """Take the rounds of one batch, up to the one with which the sequence ends."""
-    texts: list[str] = []
-    token_ids: list[int] = []
-    for chunk in batch:
-        piece = text.push(chunk.token_ids)
-        counter.record(chunk.num_drafted, chunk.num_accepted)
-        texts.append(piece.text)
-        token_ids += piece.token_ids
-        if text.is_stopped:
-            break
-    return TextPiece(text="".join(texts), token_ids=tuple(token_ids))
-
-
-def _finish_reason(text: SequenceText, last_chunk: TokenChunk) -> FinishReason:
-    if text.is_stopped or last_chunk.finish_reason is None:
-        return "stop"
-    return last_chunk.finish_reason
+    async def _echo(self, prompt: Prompt, prompt_ids: tuple[int, ...]) -> EchoedPrompt:
+        return await asyncio.to_thread(echoed_prompt, prompt, prompt_ids, self._decoding_tokenizer)

@@ -22,15 +22,16 @@ MAX_CHARACTER_TOKENS = 4
 
 
 class Detokenizer:
-    """Incremental decoding of one sequence, special tokens skipped.
+    """Incremental decoding of one sequence, special tokens skipped or kept as their names.
 
     A character whose bytes are spread over several tokens appears with the last of them. The deltas, joined
     and followed by ``flush()``, are what decoding all tokens at once gives.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keeps_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream([], skip_special_tokens=True)
+        self._skips_special = not keeps_special_tokens
+        self._stream = self._stream_behind([])
         self._context: list[int] = []
         """Tokens of the last delta: what decoders need to see in order to place spaces."""
         self._pending: list[int] = []
@@ -54,7 +55,7 @@ class Detokenizer:
         return text
 
     def _restart(self, context: list[int]) -> None:
-        self._stream = DecodeStream(context, skip_special_tokens=True)
+        self._stream = self._stream_behind(context)
         self._context = context
         self._pending = []
 
@@ -65,8 +66,11 @@ class Detokenizer:
             # The library raises nothing narrower. Byte-fallback decoders turn a whole run of bytes into
             # U+FFFD when its end is invalid; the stream then misses text it gave before. Go on behind it.
             text = self._text_of(self._pending)
-            self._stream = DecodeStream(self._pending, skip_special_tokens=True)
+            self._stream = self._stream_behind(self._pending)
             return text
+
+    def _stream_behind(self, token_ids: list[int]) -> DecodeStream:
+        return DecodeStream(token_ids, skip_special_tokens=self._skips_special)
 
     def _relieve(self) -> str:
         """Let go of what cannot be an incomplete character, so that the wait and the work are bounded."""
@@ -91,7 +95,7 @@ class Detokenizer:
         return both[len(before) :] if both.startswith(before) else self._decode(token_ids)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
 class _PatternMatcher:
@@ -104,12 +108,16 @@ class _PatternMatcher:
         """Length of the longest prefix of the pattern that ends the text read so far."""
 
     def feed(self, character: str) -> bool:
-        """Read one character; return whether the pattern ends with it. Do not feed on after that."""
+        """Read one character; return whether the pattern ends with it. Feed on only after `go_on`."""
         while self.num_matched and self._pattern[self.num_matched] != character:
             self.num_matched = self._borders[self.num_matched - 1]
         if self._pattern[self.num_matched] == character:
             self.num_matched += 1
         return self.num_matched == len(self._pattern)
+
+    def go_on(self) -> None:
+        """Look for the next occurrence."""
+        self.num_matched = self._borders[-1]
 
 
 def _borders(pattern: str) -> list[int]:
@@ -137,17 +145,24 @@ class StopScanner:
         self.is_matched = False
         """A stop string is complete: nothing may follow."""
 
-    def push(self, text: str) -> str:
-        """Take more text; return what is certain to stand before any stop string."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Take more text; return what is certain to stand before any stop string.
+
+        Args:
+            text: more text.
+            may_stop: False: a stop string that it completes is text like any other.
+        """
         if not self._matchers or not text:
             return text
         start = len(self._held) + 1
         self._held += text
         for end, character in enumerate(text, start=start):
-            completed = [matcher.num_matched for matcher in self._matchers if matcher.feed(character)]
-            if completed:
+            completed = [matcher for matcher in self._matchers if matcher.feed(character)]
+            if completed and may_stop:
                 self.is_matched = True
-                return self._release(end - max(completed))
+                return self._release(end - max(matcher.num_matched for matcher in completed))
+            for matcher in completed:
+                matcher.go_on()
         return self._release(len(self._held) - max(matcher.num_matched for matcher in self._matchers))
 
     def flush(self) -> str:
@@ -166,40 +181,59 @@ class TextPiece:
     text: str
     token_ids: tuple[int, ...]
     """The tokens taken: fewer than offered when the sequence ended among them."""
+    offsets: tuple[int, ...]
+    """For each, the characters of the uncut text before it; inside a character, those before that."""
 
 
 class SequenceText:
-    """One sequence's text, token by token, up to the stop token or the token that completes a stop string."""
+    """One sequence's text, token by token, up to the stop token or the token that completes a stop string.
+
+    None of the first ``min_tokens`` tokens ends it.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop_strings: Sequence[str], stop_token_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop_strings: Sequence[str],
+        stop_token_ids: Collection[int],
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._scanner = StopScanner(stop_strings)
         self._stop_token_ids = stop_token_ids
+        self._num_left = min_tokens
+        """Tokens that must come before one may end the sequence."""
+        self._length = 0
+        """Characters of all text so far, that of stop strings included."""
         self.is_stopped = False
         """The sequence has ended with a stop token or a stop string."""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the tokens of one round. The text of a stop token itself is not part of the answer."""
         texts: list[str] = []
-        num_taken = 0
+        offsets: list[int] = []
         for token_id in token_ids:
             if self.is_stopped:
                 break
-            num_taken += 1
+            offsets.append(self._length)
             if token_id in self._stop_token_ids:
                 self.is_stopped = True
             else:
-                texts.append(self._scanner.push(self._detokenizer.push(token_id)))
+                text = self._detokenizer.push(token_id)
+                self._length += len(text)
+                texts.append(self._scanner.push(text, may_stop=self._num_left <= 0))
                 self.is_stopped = self._scanner.is_matched
-        return TextPiece(text="".join(texts), token_ids=tuple(token_ids[:num_taken]))
+            self._num_left -= 1
+        return TextPiece(
+            text="".join(texts), token_ids=tuple(token_ids[: len(offsets)]), offsets=tuple(offsets)
+        )
 
     def finish(self) -> str:
         """End the sequence; return the text still held back."""
         if self._scanner.is_matched:
             return ""
-        tail = self._scanner.push(self._detokenizer.flush())
+        tail = self._scanner.push(self._detokenizer.flush(), may_stop=self._num_left < 0)
         # The replacement character of a truncated last character can complete a stop string, too.
         self.is_stopped = self.is_stopped or self._scanner.is_matched
         return tail + self._scanner.flush()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specdec.config import MAX_SPECULATIVE_TOKENS, AppConfig
 from specdec.errors import ContextLengthExceeded, InvalidRequest
 from specdec.gateway.prompts import check_unicode, param_of
+from specdec.gateway.request_shape import shown
 from specdec.gateway.requests import ClientRequest, Prompt, SamplingOptions, SpeculativeOptions
 from specdec.types import (
     GREEDY_TEMPERATURE,
@@ -25,7 +26,7 @@ MAX_STOP_STRING_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class Range:
     """A closed interval, or one open at its low end."""
 
     low: float
@@ -40,18 +41,32 @@ class _Range:
         return f"{'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
 
 
-TEMPERATURE = _Range(0, 2)
-TOP_P = _Range(0, 1, is_low_open=True)
-MIN_P = _Range(0, 1)
-PENALTY = _Range(-2, 2)
-REPETITION_PENALTY = _Range(0, 2, is_low_open=True)
-LOGIT_BIAS = _Range(-100, 100)
+TEMPERATURE = Range(0, 2)
+TOP_P = Range(0, 1, is_low_open=True)
+MIN_P = Range(0, 1)
+PENALTY = Range(-2, 2)
+REPETITION_PENALTY = Range(0, 2, is_low_open=True)
+LOGIT_BIAS = Range(-100, 100)
 
 
 def build_generation_request(
-    request: ClientRequest, prompt_ids: tuple[int, ...], *, config: AppConfig, model_info: ModelInfo
+    request: ClientRequest,
+    prompt: Prompt,
+    prompt_ids: tuple[int, ...],
+    *,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    config: AppConfig,
+    model_info: ModelInfo,
 ) -> GenerationRequest:
-    """Check everything about ``request`` except its prompt's own form, and translate it.
+    """Check what the prompt's form and `check_shape` leave; translate the first choice of one prompt.
+
+    Args:
+        request: what the client asks for.
+        prompt: one of its prompts.
+        prompt_ids: that prompt's tokens.
+        bad_words: the tokens of ``request.sampling.bad_words``.
+        config: the deployment's configuration.
+        model_info: facts about the target.
 
     Raises:
         InvalidRequest: a field is out of range; ``param`` names it.
@@ -62,15 +77,16 @@ def build_generation_request(
     return GenerationRequest(
         sequence_id=SequenceId(f"{request.request_id}-0"),
         prompt_ids=prompt_ids,
-        sampling=_sampling_params(options, request.speculative, model_info.vocab_size),
+        sampling=_sampling_params(options, request.speculative, bad_words, model_info.vocab_size),
         stop=StopCriteria(
-            max_tokens=_max_tokens(
-                request.prompt, len(prompt_ids), options.max_tokens, model_info.max_context
-            ),
+            max_tokens=_max_tokens(prompt, len(prompt_ids), options, model_info.max_context),
             stop_token_ids=_stop_token_ids(options, model_info),
         ),
         max_draft_tokens=_max_draft_tokens(request.speculative, config),
         pipeline=request.speculative.pipeline,
+        client=request.client,
+        num_logprobs=_num_logprobs(request),
+        wants_prompt_logprobs=request.echo and request.num_logprobs is not None,
     )
 
 
@@ -88,8 +104,17 @@ def check_stop_strings(stop: tuple[str, ...], max_stop_strings: int) -> None:
         check_unicode(text, "stop")
 
 
+def _num_logprobs(request: ClientRequest) -> int | None:
+    """The candidates of ``best_of`` are compared by their log-probabilities, asked for or not."""
+    is_compared = request.best_of is not None and request.best_of > (request.n or 1)
+    return 0 if request.num_logprobs is None and is_compared else request.num_logprobs
+
+
 def _sampling_params(
-    options: SamplingOptions, speculative: SpeculativeOptions, vocab_size: int
+    options: SamplingOptions,
+    speculative: SpeculativeOptions,
+    bad_words: tuple[tuple[int, ...], ...],
+    vocab_size: int,
 ) -> SamplingParams:
     temperature = _number("temperature", options.temperature, 1.0, TEMPERATURE)
     mode, seed = _verification(temperature, options.seed, speculative.mode)
@@ -102,16 +127,18 @@ def _sampling_params(
         frequency_penalty=_number("frequency_penalty", options.frequency_penalty, 0.0, PENALTY),
         repetition_penalty=_number("repetition_penalty", options.repetition_penalty, 1.0, REPETITION_PENALTY),
         logit_bias=_logit_bias(options.logit_bias, vocab_size),
+        bad_words=bad_words,
+        min_tokens=options.min_tokens or 0,
         seed=seed,
         mode=mode,
     )
 
 
-def _number(name: str, value: float | None, default: float, allowed: _Range) -> float:
+def _number(name: str, value: float | None, default: float, allowed: Range) -> float:
     if value is None:
         return default
     if value not in allowed:
-        raise InvalidRequest(f"{name} must be in {allowed}, got {_shown(value)}", name)
+        raise InvalidRequest(f"{name} must be in {allowed}, got {shown(value)}", name)
     return float(value)
 
 
@@ -137,7 +164,7 @@ def _top_k(value: int | None, vocab_size: int) -> int:
     if value is None or value == -1:
         return 0
     if value < 0:
-        raise InvalidRequest(f"top_k must be at least 0, or -1 for all tokens, got {_shown(value)}", "top_k")
+        raise InvalidRequest(f"top_k must be at least 0, or -1 for all tokens, got {shown(value)}", "top_k")
     # Any k that keeps the whole vocabulary is the same request; an absurd one must not reach the workers.
     return value if value < vocab_size else 0
 
@@ -148,7 +175,7 @@ def _logit_bias(entries: tuple[tuple[int, float], ...], vocab_size: int) -> tupl
         _check_token_id("logit_bias", token_id, vocab_size)
         if bias not in LOGIT_BIAS:
             raise InvalidRequest(
-                f"logit_bias values must be in {LOGIT_BIAS}, got {_shown(bias)}", "logit_bias"
+                f"logit_bias values must be in {LOGIT_BIAS}, got {shown(bias)}", "logit_bias"
             )
         if token_id in seen:
             raise InvalidRequest(f"logit_bias names token id {token_id} twice", "logit_bias")
@@ -166,11 +193,13 @@ def _stop_token_ids(options: SamplingOptions, model_info: ModelInfo) -> frozense
 def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
         raise InvalidRequest(
-            f"{name}: token id {_shown(token_id)} is outside the vocabulary [0, {vocab_size})", name
+            f"{name}: token id {shown(token_id)} is outside the vocabulary [0, {vocab_size})", name
         )
 
 
-def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context: int) -> int:
+def _max_tokens(prompt: Prompt, prompt_len: int, options: SamplingOptions, max_context: int) -> int:
+    """At least 1: where nothing but the prompt is asked for, one token is generated and dropped."""
+    asked, least = options.max_tokens, options.min_tokens or 0
     room = max_context - prompt_len
     if room <= 0:
         raise ContextLengthExceeded(
@@ -178,17 +207,14 @@ def _max_tokens(prompt: Prompt, prompt_len: int, asked: int | None, max_context:
             " and at least one output token: shorten the prompt",
             param_of(prompt),
         )
-    if asked is None:
-        return room
-    if asked < 1:
-        raise InvalidRequest(f"max_tokens must be at least 1, got {_shown(asked)}", "max_tokens")
-    if asked > room:
-        raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens and max_tokens asks for {_shown(asked)} more; the model's"
-            f" context is {max_context} tokens: shorten the prompt or ask for at most {room}",
-            "max_tokens",
-        )
-    return asked
+    for name, value in (("min_tokens", least), ("max_tokens", asked)):
+        if value is not None and value > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_len} tokens and {name} asks for {shown(value)} more; the model's"
+                f" context is {max_context} tokens: shorten the prompt or ask for at most {room}",
+                name,
+            )
+    return room if asked is None else max(asked, 1)
 
 
 def _max_draft_tokens(speculative: SpeculativeOptions, config: AppConfig) -> int | None:
@@ -196,14 +222,7 @@ def _max_draft_tokens(speculative: SpeculativeOptions, config: AppConfig) -> int
     most = MAX_SPECULATIVE_TOKENS
     if asked is not None and not 0 <= asked <= most:
         raise InvalidRequest(
-            f"speculative.num_speculative_tokens must be in [0, {most}], got {_shown(asked)}",
+            f"speculative.num_speculative_tokens must be in [0, {most}], got {shown(asked)}",
             "speculative.num_speculative_tokens",
         )
     return asked
-
-
-def _shown(value: float) -> str:
-    """A client's number for an error message; huge integers are shortened."""
-    return (
-        f"{value:.6g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "a huge number"
-    )

@@ -38,6 +38,17 @@ def draw(weights: torch.Tensor, keys: Sequence[Key], purpose: Purpose) -> torch.
     return race(weights, to_device(exponential_rows(keys, purpose, weights.shape[1]), weights.device))
 
 
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """[rows] int64: each row's token with the largest logit, the first of those that tie.
+
+    Args:
+        logits: [rows, vocab] float32 or float64.
+    """
+    if logits.device.type == "cpu":  # where numpy's is vectorised and torch's is not: ten times as fast
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
+
+
 def draw_among(
     ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[Key], purpose: Purpose, vocab_size: int
 ) -> torch.Tensor:

@@ -1,31 +1,23 @@
 """From logits to the law a client asked for.
 
-Order: repetition, frequency and presence penalties, logit bias, temperature, top-k, top-p, min-p. The same
-code runs on target rows (which alone makes the output law right) and on draft rows (which keeps acceptance
-high). Every row has its own parameters and its own history, the draft prefix of that row included.
+Order: exclusions (bad words, early ends, grammar), repetition, frequency and presence penalties, logit bias,
+temperature, top-k, top-p, min-p. The same code runs on target rows (which alone makes the output law right)
+and on draft rows (which keeps acceptance high). Every row has its own parameters and its own history, the
+draft prefix of that row included.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
+from specdec.sampling.exclusion import exclude, may_exclude
+from specdec.sampling.rows import RowContext
 from specdec.sampling.transfer import index_of, to_device
-from specdec.types import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowContext:
-    """What one row of logits is conditioned on: ``token_ids[:length]``."""
-
-    params: SamplingParams
-    token_ids: Sequence[int]
-    """Prompt, committed and drafted tokens; may be longer than ``length``."""
-    prompt_len: int
-    length: int
+from specdec.types import SamplingParams, VerificationMode
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -44,18 +36,29 @@ def process_logits(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Te
 
     Args:
         logits: [rows, vocab] float32 or float64, not modified.
-        rows: one context per row. Greedy rows get penalties and bias only; their law is the argmax.
+        rows: one context per row, or none if all are plain (`is_plain`). Greedy rows get exclusions,
+            penalties and bias only; their law is the argmax.
 
     Returns:
         [rows, vocab], same dtype; excluded tokens are ``-inf``, at least one per row is not. Tokens that tie
         with the last one top-k keeps are kept too.
     """
-    logits = _apply_penalties(logits, rows)
+    logits = _apply_penalties(exclude(logits, rows), rows)
     logits = _apply_bias(logits, rows)
     logits = _apply_temperature(logits, rows)
     logits = _apply_top_k(logits, rows)
     logits = _apply_top_p(logits, rows)
     return _apply_min_p(logits, rows)
+
+
+_PLAIN = SamplingParams(mode=VerificationMode.GREEDY)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a token is the likeliest one by the raw logits, whatever is in front of it."""
+    # Fields that a greedy law does not know of; whatever else there is counts.
+    temperature = _PLAIN.temperature
+    return replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=0) == _PLAIN
 
 
 def target_law(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
@@ -64,7 +67,7 @@ def target_law(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor
 
 
 def _apply_penalties(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
-    penalised = [i for i, row in enumerate(rows) if depends_on_history(row.params)]
+    penalised = [i for i, row in enumerate(rows) if _is_penalised(row.params)]
     if not penalised:
         return logits
     logits = logits.clone()
@@ -75,6 +78,10 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.
 
 def depends_on_history(params: SamplingParams) -> bool:
     """Whether a row's law is changed by the tokens before it, beyond what the model makes of them."""
+    return _is_penalised(params) or may_exclude(params)
+
+
+def _is_penalised(params: SamplingParams) -> bool:
     return (
         params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
     )

@@ -26,16 +26,18 @@ def count_accepted(
     if mode is VerificationMode.REJECTION:
         # Strictly below: a token the target excludes has ratio 0 and is refused even by a draw of 0.0.
         accepted = [u < ratio for u, ratio in zip(uniforms, ratios, strict=True)]
-    else:
-        accepted = [drafted == chosen for drafted, chosen in zip(draft_ids, token_ids[:-1], strict=True)]
-    return accepted.index(False) if False in accepted else len(accepted)
+        return accepted.index(False) if False in accepted else len(accepted)
+    for number, drafted in enumerate(draft_ids):
+        if drafted != token_ids[number]:
+            return number
+    return len(draft_ids)
 
 
 INITIAL_RATE = 0.6
 """Assumed of a draft that nothing is known of: high enough to try it."""
 PRIOR_STEPS = 8.0
 """What is known of other sequences weighs as much as this many draft tokens of the sequence's own."""
-OWN_MEMORY = 0.97
+OWN_MEMORY = 0.985
 SHARED_MEMORY = 0.99
 """What a spec step leaves of those before it, in one sequence and over all of them."""
 

@@ -12,13 +12,16 @@ import bisect
 import math
 from dataclasses import dataclass
 
-SMOOTHING = 0.2
-"""Weight of a new measurement; of the first ones all count the same."""
+SMOOTHING, AHEAD_SMOOTHING = 0.2, 0.02
+"""Weight of a new measurement. Drafts made ahead are there at once or not at all: only many of them tell."""
 OUTLIER = 4.0
 """A call this many times slower than its size usually takes says something of the machine, not of the
 size,"""
-MAX_OUTLIERS = 2
-"""unless it happens more often than this in a row."""
+MAX_OUTLIERS, USUAL_AGAIN = 2, 50
+"""unless it happens more often than this without so many usual calls in between."""
+HOPE_AFTER, CHEAPEST_HOPE = 8000, 0.6
+"""Drafts of other lengths are hoped to become cheaper, as if to cost nothing after so many propose calls, but
+no less than this share of what they did."""
 FORGOTTEN_AFTER = 1000
 """Calls of other sizes after which a size counts as not seen."""
 
@@ -30,20 +33,24 @@ class _Point:
     """In calls of any size."""
     num_calls: int = 1
     num_outliers: int = 0
+    num_usual: int = 0
+    """Calls since the last outlier."""
 
 
 class TimeCurve:
-    """Seconds of a call over its size, an integer >= 1, of which four significant bits count."""
+    """Seconds of a call over its size, an integer >= 1, of which four significant bits count.
 
-    def __init__(self) -> None:
+    Args:
+        smoothing: weight of a new measurement; of the first ones all count the same.
+    """
+
+    def __init__(self, smoothing: float = SMOOTHING, max_outliers: int = MAX_OUTLIERS) -> None:
+        self._smoothing = smoothing
+        self._max_outliers = max_outliers
         self._points: dict[int, _Point] = {}
         self._sizes: list[int] = []
         """Of the points, ascending."""
         self._num_calls = 0
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._sizes)
 
     def knows(self, size: int) -> bool:
         return _rounded(size) in self._points
@@ -81,18 +88,34 @@ class TimeCurve:
 
     def _smooth(self, point: _Point, elapsed_s: float) -> None:
         point.seen_at = self._num_calls
-        if elapsed_s > OUTLIER * point.elapsed_s and point.num_outliers < MAX_OUTLIERS:
+        is_outlier = elapsed_s > OUTLIER * point.elapsed_s
+        point.num_usual = 0 if is_outlier else point.num_usual + 1
+        if point.num_usual == USUAL_AGAIN:
+            point.num_outliers = 0
+        if is_outlier and point.num_outliers < self._max_outliers:
             point.num_outliers += 1
             return
-        point.num_outliers = 0
         point.num_calls += 1
-        point.elapsed_s += max(SMOOTHING, 1 / point.num_calls) * (elapsed_s - point.elapsed_s)
+        point.elapsed_s += max(self._smoothing, 1 / point.num_calls) * (elapsed_s - point.elapsed_s)
 
     def _forget(self) -> None:
         oldest = self._num_calls - FORGOTTEN_AFTER
         if len(self._points) != len(self._sizes) or any(p.seen_at <= oldest for p in self._points.values()):
             self._points = {size: point for size, point in self._points.items() if point.seen_at > oldest}
             self._sizes = sorted(self._points)
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """Propose calls that ask for one gamma."""
+
+    times: TimeCurve
+    """Over the batch size."""
+    proposed_at: int = 0
+    """Which of all the propose calls was the last of these."""
+    num_calls: int = 0
+    share: float = 1.0
+    """Of the tokens asked for, how many there were."""
 
 
 class RoundCosts:
@@ -106,18 +129,33 @@ class RoundCosts:
     def __init__(self, verify: TimeCurve | None = None, *, is_ahead: bool = False) -> None:
         self._verify = verify or TimeCurve()
         self._fewer_power = 2 if is_ahead else 1
-        self._propose: dict[int, TimeCurve] = {}
-        """By gamma, over the batch size."""
+        self._smoothing = AHEAD_SMOOTHING if is_ahead else SMOOTHING
+        self._max_outliers = 1 if is_ahead else MAX_OUTLIERS
+        self._propose: dict[int, _Drafting] = {}
+        """By gamma."""
+        self._num_proposed = 0
 
     def on_verified(self, num_tokens: int, elapsed_s: float) -> None:
         self._verify.add(num_tokens, elapsed_s)
 
-    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
-        self._propose.setdefault(gamma, TimeCurve()).add(batch_size, elapsed_s)
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
+        self._num_proposed += 1
+        if gamma not in self._propose:
+            self._propose[gamma] = _Drafting(TimeCurve(self._smoothing, self._max_outliers))
+        drafting = self._propose[gamma]
+        drafting.times.add(batch_size, elapsed_s)
+        drafting.proposed_at = self._num_proposed
+        drafting.num_calls += 1
+        weight = max(AHEAD_SMOOTHING, 1 / drafting.num_calls)
+        drafting.share += weight * (drafted_share - drafting.share)
 
-    def has_verified(self, num_tokens: int) -> bool:
-        """Whether a call of this size was made lately."""
-        return self._verify.knows(num_tokens)
+    def knows(self, num_tokens: int, gamma: int) -> bool:
+        """Whether so many tokens were verified lately, and so many drafted for a sequence."""
+        return self._verify.knows(num_tokens) and (gamma == 0 or self.has_drafted(gamma))
+
+    def has_drafted(self, gamma: int) -> bool:
+        """Whether there are measurements of drafts of so many tokens."""
+        return gamma in self._propose
 
     def verify_s(self, num_tokens: int) -> float:
         """Seconds to verify so many tokens, drafted and committed, of all sequences together."""
@@ -131,15 +169,28 @@ class RoundCosts:
         """Seconds to draft ``gamma`` tokens for so many sequences.
 
         Where only others were drafted it is in proportion; for fewer tokens, of a draft that looks ahead, in
-        proportion to the square, which is a hope.
+        proportion to the square, which is a hope. Another is that what was not drafted for long has become
+        cheaper: so the nearly best are tried again soon, and the bad ones hardly ever.
         """
-        known = [other for other, curve in self._propose.items() if curve.is_known]
-        if not known:
+        if not self._propose:
             return 0.0
-        nearest = min(known, key=lambda other: abs(math.log(other / gamma)))
-        return self._propose[nearest].at(batch_size) * (gamma / nearest) ** (
-            self._fewer_power if gamma < nearest else 1
-        )
+        nearest = self._nearest(gamma)
+        drafting = self._propose[nearest]
+        hope = max(CHEAPEST_HOPE, 1.0 - (self._num_proposed - drafting.proposed_at) / HOPE_AFTER)
+        power = self._fewer_power if gamma < nearest else 1
+        return hope * drafting.times.at(batch_size) * (gamma / nearest) ** power
+
+    def drafted_share(self, gamma: int) -> float:
+        """Of ``gamma`` tokens asked for, how many there are on average: drafts made ahead may be short."""
+        if not self._propose:
+            return 1.0
+        nearest = self._nearest(gamma)
+        share = self._propose[nearest].share
+        return share if gamma >= nearest else min(1.0, share * nearest / gamma)
+
+    def _nearest(self, gamma: int) -> int:
+        """The number of draft tokens there are measurements of."""
+        return min(self._propose, key=lambda other: abs(math.log(other / gamma)))
 
 
 def _rounded(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from specdec.types import Overlap
@@ -11,6 +12,7 @@ GUESSED = (0.6, 0.2, 0.1, 0.05)
 """How often a recovered token is the draft's first, second, ... other choice."""
 
 
+@lru_cache(maxsize=4096)
 def fan_out(gamma: int, acceptance_rate: float, num_branches: int) -> tuple[int, ...]:
     """Share ``num_branches`` guesses out over the outcomes of a block, the likeliest first
     (arXiv:2603.03251).
@@ -113,6 +115,8 @@ FIRST_TRIAL_AFTER, LAST_TRIAL_AFTER, TRIALS_RARER = 2, 64, 4
 """Windows between two trials: four times as many with each that changed nothing."""
 BETTER_BY = 1.03
 """What a trial must gain to be kept."""
+SLUMP = 0.8
+"""A window that much slower than the one before: something has changed, and trials are frequent again."""
 SAME_SIZE = 1.25
 """Windows are compared when they had as many sequences, give or take this factor."""
 
@@ -184,6 +188,8 @@ class AdaptivePipeline:
         size = self._size
         self._restart()
         if self._tried is None:
+            if self._has_slumped(size, tokens_per_s):
+                self._trial_after = FIRST_TRIAL_AFTER
             self._kept_rate = (size, tokens_per_s)
             self._num_windows += 1
             self._try_another()
@@ -198,6 +204,10 @@ class AdaptivePipeline:
             self._trial_after = FIRST_TRIAL_AFTER
         else:
             self._trial_after = min(TRIALS_RARER * self._trial_after, LAST_TRIAL_AFTER)
+
+    def _has_slumped(self, size: int, tokens_per_s: float) -> bool:
+        kept_size, kept_rate = self._kept_rate or (0, 0.0)
+        return _is_near(size, kept_size) and tokens_per_s < SLUMP * kept_rate
 
     def _try_another(self) -> None:
         if self._num_windows < self._trial_after:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from specdec.speculation.cost_model import RoundCosts
 
+Rates = npt.NDArray[np.float64]
+Gammas = npt.NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+
+class Candidate(Protocol):
     """A sequence that might be drafted for."""
 
-    acceptance_rate: float
-    """How likely the next draft token is accepted, in [0, 1]."""
-    num_missing: int
-    """Tokens its draft worker has to be fed first."""
-    max_gamma: int
-    """Most that may be drafted for it, whatever the policy thinks."""
+    @property
+    def acceptance_rate(self) -> float:
+        """How likely the next draft token is accepted, in [0, 1]."""
+        ...
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens its draft worker has to be fed first."""
+        ...
+
+    @property
+    def max_gamma(self) -> int:
+        """Most that may be drafted for it, whatever the policy thinks."""
+        ...
 
 
 class GammaPolicy(Protocol):
@@ -28,9 +41,9 @@ class GammaPolicy(Protocol):
         """Tokens to draft for each sequence of the next round; 0 is plain decoding."""
         ...
 
-    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
-        """A propose call drafted up to ``gamma`` tokens for each of ``batch_size`` sequences, and fed no
-        prompt.
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
+        """A propose call asked for up to ``gamma`` tokens for each of ``batch_size`` sequences, and fed no
+        prompt; ``drafted_share`` of the tokens were drafted.
         """
         ...
 
@@ -48,14 +61,14 @@ class FixedGamma:
     def choose(self, candidates: Sequence[Candidate]) -> list[int]:
         return [self._gamma] * len(candidates)
 
-    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
         """Not asked for."""
 
     def on_verified(self, num_tokens: int, elapsed_s: float) -> None:
         """Not asked for."""
 
 
-SOONEST_PROBE_AFTER, FIRST_PROBE_AFTER, LAST_PROBE_AFTER = 4, 32, 512
+SOONEST_PROBE_AFTER, FIRST_PROBE_AFTER, LAST_PROBE_AFTER = 16, 32, 512
 """Plain rounds between two probes: 32 when speculation has just ceased to pay, twice as many with each probe
 that was refused, a quarter with each that was accepted. At 512 a probe as long as a whole round costs 0.2
 %."""
@@ -66,14 +79,15 @@ REVIEW_EVERY = 8
 """Rounds a choice is kept while the batch stays as large as it was, and if what it costs is known."""
 GOOD_RATE = 0.9
 """Where not even this acceptance rate would pay, an accepted probe is no reason to probe sooner."""
-PAYS_FROM = 1.02
-"""How much more than plain decoding speculation must promise: an estimate that is a little wrong costs
-nothing."""
+PAYS_FROM, PAYS_UNTIL = 1.02, 0.98
+"""How much more than plain decoding speculation must promise to begin, and to go on: while nothing is drafted
+hardly anything is learnt, so an unlucky moment of a draft that pays must not end it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    gammas: tuple[int, ...]
+    gammas: Gammas
+    """[sequences]"""
     tokens_per_s: float
 
 
@@ -95,7 +109,7 @@ class AdaptiveGamma:
         self._max_gamma = max_gamma
         self._costs = costs
         self._trial_rounds = trial_rounds
-        self._gammas: tuple[int, ...] = ()
+        self._gammas: list[int] = []
         self._rounds_left = 0
         self._num_plain_rounds = 0
         self._probe_after = FIRST_PROBE_AFTER
@@ -106,21 +120,27 @@ class AdaptiveGamma:
         self._heed_probe(candidates)
         self._rounds_left -= 1
         if self._rounds_left <= 0 or len(self._gammas) != len(candidates):
-            self._gammas = self._best(candidates).gammas
-            is_known = self._costs.has_verified(sum(self._gammas) + len(candidates))
-            self._rounds_left = REVIEW_EVERY if is_known else self._trial_rounds
+            self._gammas = self._best(_rates(candidates), candidates)
+            self._rounds_left = self._num_rounds_for(self._gammas)
         if not any(self._gammas):
             return self._plain(candidates)
         self._num_plain_rounds, self._probe_after = 0, FIRST_PROBE_AFTER
-        return list(self._gammas)
+        return self._gammas
 
-    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
         """See `GammaPolicy.on_proposed`."""
-        self._costs.on_proposed(batch_size, gamma, elapsed_s)
+        self._costs.on_proposed(batch_size, gamma, elapsed_s, drafted_share)
 
     def on_verified(self, num_tokens: int, elapsed_s: float) -> None:
         """See `GammaPolicy.on_verified`."""
         self._costs.on_verified(num_tokens, elapsed_s)
+
+    def _num_rounds_for(self, gammas: Sequence[int]) -> int:
+        """How long to keep a choice."""
+        gamma = max(gammas, default=0)
+        if self._costs.knows(sum(gammas) + len(gammas), gamma):
+            return REVIEW_EVERY
+        return self._trial_rounds if gamma else 1
 
     def _plain(self, candidates: Sequence[Candidate]) -> list[int]:
         """No drafts, or a probe when it is time for one."""
@@ -130,7 +150,7 @@ class AdaptiveGamma:
             return gammas
         self._num_plain_rounds = 0
         self._rate_before_probe = _mean(candidates)
-        allowed = [idx for idx, candidate in enumerate(candidates) if self._limit(candidate)]
+        allowed = [idx for idx, candidate in enumerate(candidates) if candidate.max_gamma > 0]
         for idx in sorted(allowed, key=lambda idx: candidates[idx].num_missing)[:PROBED_SEQUENCES]:
             gammas[idx] = 1
         return gammas
@@ -140,42 +160,58 @@ class AdaptiveGamma:
         if self._rate_before_probe is None or not candidates:
             return
         is_accepted = _mean(candidates) > self._rate_before_probe
-        is_hopeful = is_accepted and any(self._best([_if_good(c) for c in candidates]).gammas)
+        is_hopeful = is_accepted and any(self._best(np.maximum(_rates(candidates), GOOD_RATE), candidates))
         after = self._probe_after // 4 if is_hopeful else self._probe_after * 2
         self._probe_after = max(SOONEST_PROBE_AFTER, min(after, LAST_PROBE_AFTER))
         self._rate_before_probe = None
         self._rounds_left = 0
 
-    def _best(self, candidates: Sequence[Candidate]) -> _Plan:
-        plain = best = self._evaluate([0] * len(candidates), candidates)
-        for depth in range(1, self._max_gamma + 1):
-            plan = self._evaluate(self._fill(candidates, depth, best.tokens_per_s), candidates)
-            if plan.tokens_per_s > best.tokens_per_s:
-                best = plan
-        return best if best.tokens_per_s > PAYS_FROM * plain.tokens_per_s else plain
+    def _best(self, rates: Rates, candidates: Sequence[Candidate]) -> list[int]:
+        """The gammas that promise most.
 
-    def _fill(self, candidates: Sequence[Candidate], depth: int, tokens_per_s: float) -> list[int]:
-        """Up to ``depth`` tokens each, as long as a token earns more than the target takes to verify it.
+        Each sequence gets tokens as long as one earns more than the target takes to verify it. What the draft
+        takes for a token is shared by the batch, and weighed by trying every depth.
 
-        What the draft takes for a token is shared by the batch, and weighed by trying every depth.
+        Args:
+            rates: [candidates] how likely their draft tokens are accepted.
+            candidates: whose these are.
         """
-        price = tokens_per_s * self._costs.seconds_per_verified_token(len(candidates) * (depth + 1))
+        limits = np.array([max(0, candidate.max_gamma) for candidate in candidates], np.int64)
+        # [candidates, max gamma]: how likely the first 1, 2, ... tokens are accepted, so what each commits
+        reached = rates[:, None] ** np.arange(1, self._max_gamma + 1)
+        plain = best = self._evaluate(np.zeros_like(limits), reached)
+        plans: list[_Plan] = []
+        for depth in self._depths():
+            price = best.tokens_per_s * self._costs.seconds_per_verified_token(len(limits) * (depth + 1))
+            affordable = np.count_nonzero(reached[:, :depth] > price, axis=1)
+            plans.append(self._evaluate(np.minimum(affordable, limits), reached))
+            best = max(best, plans[-1], key=_promise)
+        drafted = max(plans, key=_promise, default=plain)
+        pays = _promise(drafted) > (PAYS_UNTIL if any(self._gammas) else PAYS_FROM) * _promise(plain)
+        gammas: list[int] = (drafted if pays else plain).gammas.tolist()
+        return gammas
+
+    def _depths(self) -> list[int]:
+        """What to choose from: of what was not tried yet, nothing far from what is in use."""
+        depths = range(1, self._max_gamma + 1)
+        now = max(self._gammas, default=0)
         return [
-            _affordable(candidate.acceptance_rate, min(depth, self._limit(candidate)), price)
-            for candidate in candidates
+            depth
+            for depth in depths
+            if not now or now / 2 <= depth <= 2 * now or self._costs.has_drafted(depth)
         ]
 
-    def _evaluate(self, gammas: Sequence[int], candidates: Sequence[Candidate]) -> _Plan:
-        elapsed_s = self._costs.verify_s(sum(gammas) + len(gammas))
-        if drafted := [gamma for gamma in gammas if gamma]:
-            elapsed_s += self._costs.propose_s(len(drafted), max(drafted))
-        pairs = zip(candidates, gammas, strict=True)
-        expected = sum(expected_tokens(candidate.acceptance_rate, gamma) for candidate, gamma in pairs)
+    def _evaluate(self, gammas: Gammas, reached: Rates) -> _Plan:
+        elapsed_s = self._costs.verify_s(int(gammas.sum()) + len(gammas))
+        share = 1.0
+        if num_drafted := int(np.count_nonzero(gammas)):
+            elapsed_s += self._costs.propose_s(num_drafted, int(gammas.max()))
+            share = self._costs.drafted_share(int(gammas.max()))
+        # Of the last token of a draft that is now this and now that long, there is a part.
+        there = np.clip(share * gammas[:, None] - np.arange(self._max_gamma), 0.0, 1.0)
+        expected = len(gammas) + float((reached * there).sum())
         # Before the first measurement every round takes equally long, so drafting is tried.
-        return _Plan(tuple(gammas), expected / (elapsed_s or 1.0))
-
-    def _limit(self, candidate: Candidate) -> int:
-        return min(self._max_gamma, candidate.max_gamma)
+        return _Plan(gammas, expected / (elapsed_s or 1.0))
 
 
 def expected_tokens(acceptance_rate: float, gamma: int) -> float:
@@ -188,17 +224,12 @@ def expected_tokens(acceptance_rate: float, gamma: int) -> float:
     return (1.0 - acceptance_rate ** (gamma + 1)) / (1.0 - acceptance_rate)
 
 
-def _affordable(rate: float, depth: int, price: float) -> int:
-    """How many of ``depth`` tokens are accepted with a probability above ``price``; it falls with each."""
-    gamma = 0
-    while gamma < depth and rate ** (gamma + 1) > price:
-        gamma += 1
-    return gamma
+def _promise(plan: _Plan) -> float:
+    return plan.tokens_per_s
 
 
-def _if_good(candidate: Candidate) -> Candidate:
-    """The sequence if its draft were as good as drafts are."""
-    return replace(candidate, acceptance_rate=max(GOOD_RATE, candidate.acceptance_rate))
+def _rates(candidates: Sequence[Candidate]) -> Rates:
+    return np.array([candidate.acceptance_rate for candidate in candidates], np.float64)
 
 
 def _mean(candidates: Sequence[Candidate]) -> float:

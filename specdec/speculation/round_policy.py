@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specdec.speculation.cost_model import RoundCosts, TimeCurve
 from specdec.speculation.pipeline import PipelinePolicy
-from specdec.speculation.policy import REVIEW_EVERY, AdaptiveGamma, Candidate, FixedGamma, GammaPolicy
+from specdec.speculation.policy import AdaptiveGamma, Candidate, FixedGamma, GammaPolicy
 from specdec.types import Overlap
+
+AHEAD_TRIAL_ROUNDS = 16
+"""How long a gamma is tried with drafts made ahead: they are there at once or not at all, so only many of
+them tell."""
 
 
 class RoundPolicy:
@@ -34,9 +38,9 @@ class RoundPolicy:
         """See `GammaPolicy.choose`."""
         return self._gammas[self.overlap].choose(candidates)
 
-    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float) -> None:
+    def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
         """See `GammaPolicy.on_proposed`."""
-        self._gammas[self.overlap].on_proposed(batch_size, gamma, elapsed_s)
+        self._gammas[self.overlap].on_proposed(batch_size, gamma, elapsed_s, drafted_share)
 
     def on_verified(self, num_tokens: int, elapsed_s: float) -> None:
         """See `GammaPolicy.on_verified`."""
@@ -73,9 +77,8 @@ def new_round_policy(pipeline: PipelinePolicy, max_gamma: int, *, adapts_gamma: 
     def gamma_policy(overlap: Overlap) -> GammaPolicy:
         if not adapts_gamma:
             return FixedGamma(max_gamma)
-        # Drafts that were foreseen are there at once, and others are not: only several calls tell.
         is_ahead = overlap == "lookahead"
         costs = RoundCosts(verify_curves[overlap](), is_ahead=is_ahead)
-        return AdaptiveGamma(max_gamma, costs, REVIEW_EVERY if is_ahead else 1)
+        return AdaptiveGamma(max_gamma, costs, AHEAD_TRIAL_ROUNDS if is_ahead else 1)
 
     return RoundPolicy(pipeline, {overlap: gamma_policy(overlap) for overlap in verify_curves})

@@ -11,12 +11,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Verdict, VerifyItem
+from specdec.messages import Draft, Feed, Lost, Opening, ProposeItem, Scores, Verdict, VerifyItem
 from specdec.sampling.noise import Purpose, uniform
 from specdec.speculation.acceptance import SmoothedAcceptance, count_accepted
 from specdec.speculation.log import CommittedLog, cut_block
+from specdec.speculation.logprobs import token_logprobs
 from specdec.speculation.pipeline import fan_out
-from specdec.types import FinishReason, GenerationRequest, SequenceId, TokenChunk, VerificationMode, WorkerId
+from specdec.types import (
+    FinishReason,
+    GenerationRequest,
+    SequenceId,
+    TokenChunk,
+    TokenLogprob,
+    VerificationMode,
+    WorkerId,
+)
+
+MAX_SCORED_TOKENS = 256
+"""Of a prompt in one chunk: each costs a row of logits, 600 KB for a vocabulary of 150,000."""
 
 
 @dataclass(slots=True)
@@ -59,7 +71,12 @@ class SequenceState:
             prompt_len=len(request.prompt_ids),
             sampling=request.sampling,
             stop_token_ids=request.stop.stop_token_ids,
+            num_logprobs=request.num_logprobs,
         )
+        # A sequence that goes on from elsewhere has told them there.
+        self._scores_prompt = request.wants_prompt_logprobs and not request.output_ids
+        self._prompt_logprobs: list[TokenLogprob] = []
+        """Of prompt tokens 1, 2, ...; told with the first tokens."""
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -94,6 +111,16 @@ class SequenceState:
     # Proposing ------------------------------------------------------------------------------------------
 
     @property
+    def acceptance_rate(self) -> float:
+        """How likely the next draft token is accepted, in [0, 1]."""
+        return self.acceptance.rate
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens the draft worker lacks."""
+        return len(self.log) - self.draft.length
+
+    @property
     def max_gamma(self) -> int:
         """Within the cap of the request and the tokens still to come, of which one is the target's own."""
         cap = self.request.max_draft_tokens
@@ -117,7 +144,7 @@ class SequenceState:
         feed = self._feed(self.draft, chunk_tokens, ())
         if feed.keep + len(feed.token_ids) < len(self.log):
             return ProposeItem(feed=feed, num_draft_tokens=0)
-        guesses = fan_out(gamma, self.acceptance.rate, num_branches) if num_branches else ()
+        guesses = fan_out(gamma, round(self.acceptance.rate, 2), num_branches) if num_branches else ()
         return ProposeItem(feed=feed, num_draft_tokens=gamma, fan_out=guesses)
 
     def on_proposed(self, item: ProposeItem, draft: Draft) -> Draft | None:
@@ -146,11 +173,27 @@ class SequenceState:
 
     def verify_item(self, draft: Draft | None, chunk_tokens: int) -> VerifyItem:
         """What the target is fed: a prefill chunk, or the last tokens of the log and the draft block."""
+        if self._scores_prompt and self.num_prefill_tokens > 0:
+            return self._scored_chunk(chunk_tokens)
         if self.num_prefill_tokens >= chunk_tokens:
             return VerifyItem(feed=self._feed(self.target, chunk_tokens, ()), num_rows=0)
         draft_ids = draft.token_ids if draft else ()
         feed = self._feed(self.target, None, draft_ids)
         return VerifyItem(feed=feed, num_rows=len(draft_ids) + 1, draft=draft)
+
+    def _scored_chunk(self, chunk_tokens: int) -> VerifyItem:
+        """A chunk whose every row is wanted; the prompt's last token is left to the first round."""
+        feed = self._feed(self.target, min(chunk_tokens, MAX_SCORED_TOKENS, self.num_prefill_tokens), ())
+        scored = self.log.tail(feed.keep + 1, len(feed.token_ids))
+        return VerifyItem(feed=feed, num_rows=len(scored), scored_ids=scored)
+
+    def on_scores(self, item: VerifyItem, scores: Scores) -> None:
+        """The target has taken a prefill chunk and tells what it thinks of its tokens."""
+        if scores.epoch == self.target.epoch:
+            self.on_prefilled(item)
+            # Tokens fed again after a loss are told anew.
+            del self._prompt_logprobs[item.feed.keep :]
+            self._prompt_logprobs += token_logprobs(item.scored_ids, 0, scores.logprobs)
 
     def on_prefilled(self, item: VerifyItem) -> None:
         """The target has taken a prefill chunk."""
@@ -172,9 +215,14 @@ class SequenceState:
         self.target.length = num_tokens + num_accepted
         if draft is not None and draft_ids and draft.epoch == self.draft.epoch:
             self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        self._scores_prompt = False
+        logprobs = verdict.logprobs
         return TokenChunk(
             sequence_id=self.sequence_id,
             token_ids=committed,
+            logprobs=token_logprobs(committed, num_accepted, logprobs) if logprobs is not None else (),
+            prompt_logprobs=prompt_logprobs,
             num_drafted=len(draft_ids),
             num_accepted=num_accepted,
             is_prepared=draft is not None and draft.is_prepared,

@@ -174,5 +174,5 @@ class Channel:
     def _error(self, failed: Failed) -> SpecDecError:
         kind: Any = getattr(errors, failed.error, None) if failed.error else None
         if isinstance(kind, type) and issubclass(kind, SpecDecError):
-            return kind(failed.message, failed.param)
+            return kind(failed.message, failed.param, failed.retry_after_s)
         return CallFailed(f"{self._name}: {failed.message}")

@@ -56,6 +56,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Name of a class of `specdec.errors`; empty for anything else."""
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 Frame = Hello | Call | Cancel | Item | Done | Failed

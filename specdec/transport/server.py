@@ -88,7 +88,9 @@ class _Peer:
         try:
             answer = await self._run(call)
         except SpecDecError as error:
-            answer = Failed(call.call_id, type(error).__name__, error.message, error.param)
+            answer = Failed(
+                call.call_id, type(error).__name__, error.message, error.param, error.retry_after_s
+            )
         except Exception as error:
             logger.exception("%s failed", call.method)
             answer = Failed(call.call_id, "", f"{type(error).__name__}: {error}")

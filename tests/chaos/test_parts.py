@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
+import time
 
 import pytest
 
+from specdec.cluster.deploy_config import parse_deploy_config
+from specdec.lab.bench.http import Endpoint
 from specdec.lab.chaos import faults
 from specdec.lab.chaos.client import Answer
-from specdec.lab.chaos.command import parse_faults
+from specdec.lab.chaos.command import parse_faults, parse_pair
 from specdec.lab.chaos.errors import ChaosError
 from specdec.lab.chaos.faults import Fault, make_schedule
-from specdec.lab.chaos.injector import Hit
-from specdec.lab.chaos.plan import ROLES, FleetSize, Plan
+from specdec.lab.chaos.injector import Hit, Injector
+from specdec.lab.chaos.plan import ROLES, Action, FleetSize, Pair, Plan, Role
 from specdec.lab.chaos.requests import Request, draw_request, grpc_request, http_call, make_questions
+from specdec.lab.chaos.server import deployment
 from specdec.lab.chaos.status import Replica, parse_snapshot
 from specdec.lab.chaos.texts import Reference
 
@@ -56,13 +61,58 @@ def test_every_kind_of_fault_comes_before_one_comes_again() -> None:
     assert [fault.at_s for fault in schedule] == sorted(fault.at_s for fault in schedule)
 
 
+def test_drafts_and_targets_are_scaled_and_coordinators_are_not() -> None:
+    schedule = make_schedule(Plan(duration_s=1000, actions=("scale-up", "scale-down")))
+    kinds = {"scale-up draft", "scale-down draft", "scale-up target", "scale-down target"}
+    assert {fault.kind for fault in schedule[:4]} == kinds == {fault.kind for fault in schedule}
+    assert all(fault.is_scaling for fault in schedule)
+
+
+async def test_scalings_of_a_role_wait_for_each_other_and_stay_next_to_the_plan() -> None:
+    asked: list[int] = []
+
+    async def resize(role: Role, number: int) -> None:
+        assert role == "target"
+        assert all(hit.recovered_at_s is not None for hit in injector.hits[:-1])
+        asked.append(number)
+        seen = snapshot([worker(f"t{idx}", 2 + idx) for idx in range(number)], [worker("d0", 9)])
+        asyncio.get_running_loop().call_later(0.05, injector.observe, seen)
+
+    injector = Injector(Endpoint.parse("http://127.0.0.1:1"), FLEET, resize, lambda: 0)
+    actions: tuple[Action, ...] = ("scale-up", "scale-up", "scale-down", "scale-down", "scale-down")
+    schedule = [Fault(at_s=0, role="target", action=action, pick=0) for action in actions]
+    await injector.inflict_all(schedule, time.monotonic())
+    assert asked == [3, 2, 1]
+    assert injector.num_left_out == 2
+    assert injector.fleet == FLEET.with_number("target", 1)
+    await injector.restore()
+    assert asked == [3, 2, 1, 2]
+    assert injector.fleet == FLEET
+
+
 def test_options_name_faults() -> None:
     assert parse_faults("kill,hang") == ("kill", "hang", "freeze")
+    assert parse_faults("scale") == ("scale-up", "scale-down")
     assert parse_faults("hang") == ("hang", "freeze")
     with pytest.raises(ChaosError, match="--faults"):
         parse_faults("kill,burn")
     with pytest.raises(ChaosError):
         parse_faults("")
+
+
+def test_options_name_a_pair() -> None:
+    assert parse_pair("smollm2") == "smollm2"
+    with pytest.raises(ChaosError, match="simulated or smollm2"):
+        parse_pair("smollm3")
+
+
+@pytest.mark.parametrize("pair", ["simulated", "smollm2"])
+def test_either_pair_is_a_deployment(pair: Pair) -> None:
+    deploy = parse_deploy_config(deployment(FLEET, 8000, 9000, pair))
+    assert (deploy.app.simulation is None) == (pair == "smollm2")
+    assert deploy.app.gateway.grpc_port == 9000
+    counts = {item.name: item.num_replicas for item in deploy.schema.applications[0].deployments}
+    assert counts == {"Coordinator": 1, "DraftWorker": 1, "TargetWorker": 2}
 
 
 def test_both_protocols_ask_the_same() -> None:

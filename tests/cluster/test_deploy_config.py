@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from specdec.cluster.autoscaling_policy import POLICY_PATH
 from specdec.cluster.deploy_config import (
     APP_IMPORT_PATH,
     DEPLOYMENT_NAMES,
@@ -245,3 +246,72 @@ def test_settings_are_overrides_with_yaml_values():
 def test_what_is_no_setting_is_refused(setting):
     with pytest.raises(ConfigError, match="--set"):
         parse_settings([setting])
+
+
+# Autoscaling
+
+BOUNDS = {"min_replicas": 1, "max_replicas": 4}
+ONE = {"min_replicas": 1, "max_replicas": 1}
+
+
+@pytest.fixture
+def scaling_values(values):
+    (application,) = values["applications"]
+    application["autoscaling_policy"] = {
+        "policy_function": POLICY_PATH,
+        "policy_kwargs": {"sequences_per_target": 8},
+    }
+    for name, bounds in (("Coordinator", ONE), ("DraftWorker", BOUNDS), ("TargetWorker", BOUNDS)):
+        item = deployment(values, name)
+        del item["num_replicas"]
+        item["autoscaling_config"] = dict(bounds)
+    return values
+
+
+def policy(values):
+    return values["applications"][0]["autoscaling_policy"]
+
+
+def test_a_correct_autoscaled_file_is_taken_also_without_a_draft(scaling_values):
+    application = parse_deploy_config(scaling_values).schema.applications[0]
+    assert application.autoscaling_policy["policy_kwargs"] == {"sequences_per_target": 8}
+    parse_deploy_config(scaling_values, {"args.draft": None})
+
+
+WRONG_SCALING = [
+    (
+        lambda v: v["applications"][0].pop("autoscaling_policy"),
+        r"deployments\[TargetWorker\] scales by itself only",
+    ),
+    (lambda v: policy(v).update(policy_function="m:p"), "policy_function must be 'specdec.cluster"),
+    (lambda v: policy(v)["policy_kwargs"].update(sequences_per_drafts=1), "did you mean sequences_per_draft"),
+    (lambda v: policy(v)["policy_kwargs"].update(spare=1.5), "policy_kwargs: spare: Input should be less"),
+    (lambda v: policy(v)["policy_kwargs"].update(sequences_per_target=33), "no more than 32 sequences"),
+    (
+        lambda v: deployment(v, "Coordinator").pop("autoscaling_config"),
+        r"\[Coordinator\].autoscaling_config is needed",
+    ),
+    (
+        lambda v: deployment(v, "TargetWorker").pop("autoscaling_config"),
+        r"\[TargetWorker\].autoscaling_config is",
+    ),
+    (
+        lambda v: deployment(v, "Coordinator").update(autoscaling_config=BOUNDS),
+        r"\[Coordinator\] does not scale",
+    ),
+    (
+        lambda v: deployment(v, "Gateway").update(num_replicas="auto"),
+        r"\[Gateway\]: write autoscaling_config",
+    ),
+    (
+        lambda v: deployment(v, "DraftWorker")["autoscaling_config"].update(max_replica=2),
+        "did you mean max_replicas",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_SCALING)
+def test_what_would_not_scale_as_it_seems_is_refused(scaling_values, change, message):
+    change(scaling_values)
+    with pytest.raises(ConfigError, match=message):
+        parse_deploy_config(scaling_values)

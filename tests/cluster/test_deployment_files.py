@@ -78,7 +78,7 @@ def test_streams_may_be_many_and_access_logs_are_off(deployment_file):
 def test_a_misspelt_setting_in_any_deployment_would_be_caught(deployment_file, name):
     values = read(deployment_file)
     item = next(d for d in values["applications"][0]["deployments"] if d["name"] == name)
-    item["num_replicaz"] = item.pop("num_replicas")
+    item["num_replicaz"] = item.pop("num_replicas", 1)
     ServeDeploySchema.model_validate(values)  # Serve drops the key without a word
     with pytest.raises(ConfigError, match=rf"deployments\[{name}\]\.num_replicaz: .*num_replicas\?"):
         parse_deploy_config(values)
@@ -166,3 +166,20 @@ def test_draft_and_target_have_pools_of_their_own_that_scale_apart(cluster):
     assert set(workers) == {"draft", "target"}
     assert all(kind["min_workers"] < kind["max_workers"] for kind in workers.values())
     assert sum(kind["max_workers"] for kind in workers.values()) <= cluster["max_workers"]
+
+
+def test_workers_of_the_gpu_deployment_scale_by_themselves_within_their_pools(cluster):
+    config = load_deploy_config(ROOT / "deployments" / "small-and-large-gpu.yaml")
+    (application,) = config.schema.applications
+    kinds = cluster["available_node_types"].values()
+    pools = {kind["labels"]["pool"]: kind for kind in kinds if "max_workers" in kind}
+    bounds = {
+        item.ray_actor_options.label_selector["pool"]: item.autoscaling_config
+        for item in application.deployments
+        if item.name in ("DraftWorker", "TargetWorker")
+    }
+    for pool, bound in bounds.items():
+        assert bound["min_replicas"] == pools[pool]["min_workers"] < bound["max_replicas"]
+        assert bound["max_replicas"] == pools[pool]["max_workers"]
+    ratio = application.autoscaling_policy["policy_kwargs"]["drafts_per_target"]
+    assert bounds["draft"]["max_replicas"] <= ratio * bounds["target"]["max_replicas"]

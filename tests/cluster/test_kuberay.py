@@ -161,3 +161,15 @@ def test_the_grpc_service_leads_to_the_pods_of_the_gateways(documents, serve_con
     assert (
         port["port"] == ports[port["targetPort"]] == parse_deploy_config(serve_config).app.gateway.grpc_port
     )
+
+
+def test_workers_scale_by_themselves_up_to_their_groups(serve_config, groups):
+    (application,) = parse_deploy_config(serve_config).schema.applications
+    for item in application.deployments:
+        group = groups[item.ray_actor_options.label_selector["pool"]]
+        if item.name in ("DraftWorker", "TargetWorker"):
+            bounds = item.autoscaling_config
+            assert (bounds["min_replicas"], bounds["max_replicas"]) == (
+                group["minReplicas"],
+                group["maxReplicas"],
+            )

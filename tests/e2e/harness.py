@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,17 @@ class Server:
     Args:
         folder: for its configuration and log.
         args: the `AppConfig` tree; ports are added.
+        flags: of `specdec serve`.
+        environment: of the process, besides this one's.
     """
 
-    def __init__(self, folder: Path, args: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        args: dict[str, Any],
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.http_port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
         self.grpc_address = f"127.0.0.1:{self.grpc_port}"
@@ -60,10 +69,10 @@ class Server:
         config.write_text(yaml.safe_dump(self._deployment(args)))
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [specdec_command(), "serve", str(config)],
+                [specdec_command(), "serve", str(config), *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=private_env(folder),
+                env={**private_env(folder), **(environment or {})},
                 start_new_session=True,
             )
 
@@ -123,6 +132,12 @@ class Server:
         counts = [status["num_running"], status["num_waiting"]]
         counts += [worker[key] for worker in workers for key in ("num_sequences", "kv_tokens_in_use")]
         return sum(counts) == 0
+
+
+def ids_of(answer: pb.GenerateResponse) -> list[int]:
+    """The token ids of its one choice."""
+    (choice,) = answer.choices
+    return list(choice.token_ids)
 
 
 def wait_for(condition: Any, timeout_s: float, what: str = "") -> float:

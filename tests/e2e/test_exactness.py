@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec.gateway.proto import generation_pb2 as pb
-from specdec.models import resolve_model
 from tests.e2e.conftest import run_server
-from tests.e2e.harness import Server, chat
+from tests.e2e.harness import Server, chat, ids_of
 from tests.e2e.prompts import PROMPTS
+from tests.e2e.reference import prompt_tokens, reference_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -66,7 +65,7 @@ def test_greedy_text_equals_plain_decoding(
 ) -> None:
     answers = ask(server, [chat(prompt, gamma=gamma) for prompt in PROMPTS])
     for prompt, reference, answer in zip(PROMPTS, plain, answers, strict=True):
-        assert_same_tokens(prompt, list(reference.token_ids), list(answer.token_ids))
+        assert_same_tokens(prompt, ids_of(reference), ids_of(answer))
     metrics = [answer.speculative_metrics for answer in answers]
     drafted = sum(m.num_draft_tokens for m in metrics)
     accepted = sum(m.num_accepted_draft_tokens for m in metrics)
@@ -85,7 +84,7 @@ def test_greedy_text_equals_plain_decoding(
 @only_trained
 def test_plain_decoding_equals_the_library(plain: list[pb.GenerateResponse]) -> None:
     for prompt, answer in list(zip(PROMPTS, plain, strict=True))[:4]:
-        assert_same_tokens(prompt, library_tokens(prompt, 24), list(answer.token_ids)[:24])
+        assert_same_tokens(prompt, library_tokens(prompt, 24), ids_of(answer)[:24])
 
 
 @pytest.mark.parametrize("gamma", [0, *GAMMAS])
@@ -94,7 +93,7 @@ def test_one_seed_gives_one_text_for_any_gamma_and_draft(server: Server, draft_k
     requests = [chat(p, seed=s, temperature=1.0, gamma=gamma, max_tokens=32) for p, s in cases]
     answers = ask(server, requests)
     for case, answer in zip(cases, answers, strict=True):
-        assert coupled_texts.setdefault(case, tuple(answer.token_ids)) == tuple(answer.token_ids), case
+        assert coupled_texts.setdefault(case, tuple(ids_of(answer))) == tuple(ids_of(answer)), case
     assert len({coupled_texts[PROMPTS[0], seed] for seed in (1, 2)}) == 2
     if gamma > 0:
         assert sum(answer.speculative_metrics.num_draft_tokens for answer in answers) > 0
@@ -120,7 +119,7 @@ def test_company_does_not_change_a_text(server: Server) -> None:
     alone = [ask(server, [request])[0] for request in requests]
     # The last is rejection sampling: keyed by its seed too, and so just as repeatable with one gamma.
     for request, a, b in zip(requests, together, alone, strict=True):
-        assert list(a.token_ids) == list(b.token_ids), request
+        assert ids_of(a) == ids_of(b), request
 
 
 @only_trained
@@ -130,7 +129,7 @@ def test_prompts_of_very_different_length_do_not_disturb_each_other(server: Serv
     together = ask(server, requests)
     alone = [ask(server, [request])[0] for request in requests]
     for a, b in zip(together, alone, strict=True):
-        assert list(a.token_ids) == list(b.token_ids)
+        assert ids_of(a) == ids_of(b)
     assert together[2].usage.prompt_tokens > 1000
 
 
@@ -153,21 +152,3 @@ def assert_same_tokens(prompt: str, expected: list[int], got: list[int]) -> None
     gap = float(logits.max() - logits[[expected[at], got[at]]].min())
     print(f"{prompt!r}: a tie at token {at}, gap {gap:.1e}")
     assert gap < TIE, f"{prompt!r}: differs at token {at}, gap {gap:.3f}: {expected} {got}"
-
-
-_models: list[torch.nn.Module] = []
-
-
-def reference_model() -> torch.nn.Module:
-    if not _models:
-        path = resolve_model("smollm2")
-        _models.append(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    return _models[0]
-
-
-def prompt_tokens(prompt: str) -> list[int]:
-    from specdec.models import load_tokenizer
-
-    tokenizer = load_tokenizer("smollm2")
-    messages = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

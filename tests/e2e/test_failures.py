@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ import grpc
 import httpx
 import pytest
 
-from specdec.gateway.proto import generation_pb2 as pb
 from tests.e2e.conftest import run_server
-from tests.e2e.harness import Server, chat, descendants, wait_for
+from tests.e2e.harness import Server, chat, descendants, ids_of, wait_for
+from tests.e2e.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,43 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def undisturbed(server: Server) -> list[int]:
     """The story by plain decoding."""
     answer = server.stub().Generate(chat(STORY, gamma=0, max_tokens=100, ignore_eos=True), timeout=120)
-    return list(answer.token_ids)
-
-
-class Stream:
-    """A gRPC stream read in the background."""
-
-    def __init__(self, server: Server, request: pb.GenerateRequest) -> None:
-        self.token_ids: list[int] = []
-        self.pauses_s: list[float] = []
-        self.metrics: pb.SpeculativeMetrics | None = None
-        self.error: grpc.RpcError | None = None
-        self.call = server.stub().GenerateStream(request, timeout=180)
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self) -> None:
-        last_s = time.monotonic()
-        try:
-            for chunk in self.call:
-                now_s = time.monotonic()
-                self.pauses_s.append(now_s - last_s)
-                last_s = now_s
-                self.token_ids.extend(chunk.token_ids)
-                if chunk.HasField("speculative_metrics"):
-                    self.metrics = chunk.speculative_metrics
-        except grpc.RpcError as error:
-            self.error = error
-
-    def wait_for_tokens(self, count: int) -> None:
-        wait_for(lambda: len(self.token_ids) >= count or self.error, 60, f"{count} tokens")
-        assert self.error is None
-
-    def finish(self) -> list[int]:
-        self.thread.join(180)
-        assert not self.thread.is_alive()
-        assert self.error is None, self.error
-        return self.token_ids
+    return ids_of(answer)
 
 
 def one_pid(server: Server, role: str) -> int:
@@ -231,7 +194,9 @@ def test_a_killed_gateway_leaves_no_sequence_behind(server: Server) -> None:
     assert stream.error.code() is grpc.StatusCode.UNAVAILABLE
     # Another gateway is started; the sequence of the dead one must end long before its 1,500 tokens.
     wait_for(lambda: is_ready_and_idle(server), 40, "idle again")
-    assert "Paris" in server.stub().Generate(chat("What is the capital of France?"), timeout=60).text
+    assert (
+        "Paris" in server.stub().Generate(chat("What is the capital of France?"), timeout=60).choices[0].text
+    )
 
 
 def is_ready_and_idle(server: Server) -> bool:
@@ -244,7 +209,7 @@ def is_ready_and_idle(server: Server) -> bool:
 def test_half_of_many_clients_leave_and_the_others_get_their_texts(server: Server) -> None:
     requests = [chat(STORY, max_tokens=40, seed=seed, temperature=1.0) for seed in range(6)]
     stub = server.stub()
-    alone = [list(stub.Generate(request, timeout=120).token_ids) for request in requests[::2]]
+    alone = [ids_of(stub.Generate(request, timeout=120)) for request in requests[::2]]
     streams = [Stream(server, request) for request in requests]
     for stream in streams:
         stream.wait_for_tokens(3)

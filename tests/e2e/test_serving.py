@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.gateway.proto import generation_pb2 as pb
 from tests.e2e.conftest import run_server
-from tests.e2e.harness import Server, chat, wait_for
+from tests.e2e.harness import Server, chat, ids_of, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -109,10 +109,10 @@ def test_grpc_unary_and_streamed_agree_with_http(server: Server, client: openai.
     request = chat(QUESTION[0]["content"])
     whole = stub.Generate(request, timeout=120)
     chunks = list(stub.GenerateStream(request, timeout=120))
-    assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert [i for chunk in chunks for i in chunk.token_ids] == list(whole.token_ids)
+    assert "".join(chunk.text for chunk in chunks) == whole.choices[0].text
+    assert [i for chunk in chunks for i in chunk.token_ids] == ids_of(whole)
     http = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=64)
-    assert http.choices[0].message.content == whole.text
+    assert http.choices[0].message.content == whole.choices[0].text
     assert http.usage.completion_tokens == whole.usage.completion_tokens
     assert whole.speculative_metrics.num_draft_tokens > 0
     assert whole.speculative_metrics.num_accepted_draft_tokens > 0
@@ -159,7 +159,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_the_stream(server: S
 def test_speculation_can_be_switched_off_for_a_request(server: Server) -> None:
     answer = server.stub().Generate(chat(QUESTION[0]["content"], gamma=0), timeout=60)
     assert answer.speculative_metrics.num_draft_tokens == 0
-    assert "Paris" in answer.text
+    assert "Paris" in answer.choices[0].text
 
 
 def test_everything_listens_on_loopback_alone(server: Server) -> None:

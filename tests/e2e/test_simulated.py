@@ -73,7 +73,9 @@ def test_pipeline_is_a_field_of_grpc_too(server):
         speculative=pb.SpeculativeOptions(pipeline=pb.PIPELINE_LOOKAHEAD, metrics=True),
     )
     answer = server.stub().Generate(request, timeout=60)
-    assert answer.text == complete(server, max_tokens=100, speculative={"num_speculative_tokens": 0})
+    assert answer.choices[0].text == complete(
+        server, max_tokens=100, speculative={"num_speculative_tokens": 0}
+    )
     assert answer.speculative_metrics.num_accepted_draft_tokens > 20
 
 

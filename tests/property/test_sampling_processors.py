@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.sampling.processors import RowContext, mask_padding, process_logits, target_law
+from specdec.sampling.processors import mask_padding, process_logits, target_law
+from specdec.sampling.rows import RowContext
 from specdec.types import SamplingParams, VerificationMode
 from tests.laws import reference_law
 
@@ -44,6 +45,7 @@ def row_context(params: SamplingParams, prompt=(0,), output=(), tokens_to_come=(
 def params_for(draw, vocab_size: int, *, mode=None) -> SamplingParams:
     """Anything a client may ask for."""
     biased = draw(st.lists(st.integers(0, vocab_size - 1), unique=True, max_size=3))
+    words = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=2).map(tuple)
     return SamplingParams(
         mode=draw(MODES) if mode is None else mode,
         temperature=draw(st.sampled_from([1.0, 0.3, 0.7, 1.5, 2.0])),
@@ -54,6 +56,7 @@ def params_for(draw, vocab_size: int, *, mode=None) -> SamplingParams:
         frequency_penalty=draw(st.sampled_from([0.0, 0.4, 2.0, -2.0])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 2.0, 0.5])),
         logit_bias=tuple((token, draw(st.sampled_from([-100.0, -1.0, 2.5, 100.0]))) for token in biased),
+        bad_words=tuple(draw(st.lists(words, max_size=2))),
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -203,6 +204,32 @@ async def test_looking_ahead_changes_no_text_and_prepares_drafts(num_requests):
         await system.is_idle()
     drafts = [item.draft for call, _ in target.handle.rounds for item in call.items if item.draft]
     assert sum(draft.is_prepared for draft in drafts) > len(drafts) // 3
+
+
+async def test_sequences_that_ask_for_serial_rounds_are_not_put_into_groups():
+    target, draft = Target(latency=slow), Draft(latency=slow)
+    async with running([target], [draft], pipeline="groups") as system:
+        requests = [replace(ask(f"s{i}", max_tokens=40), pipeline="serial") for i in range(4)]
+        await asyncio.gather(*(system.text(request) for request in requests))
+        asked = [len(request.items) for request, _ in target.handle.rounds]
+        assert max(asked) == 4
+        target.handle.rounds.clear()
+        await asyncio.gather(*(system.text(replace(ask(f"g{i}"), pipeline="auto")) for i in range(4)))
+        assert [len(request.items) for request, _ in target.handle.rounds].count(2) > 10
+
+
+async def test_a_call_is_not_timed_when_the_one_before_was_of_another_kind():
+    """What was prepared for other rounds says nothing of these, and the other way round."""
+    draft = Draft()
+    async with running([Target()], [draft], pipeline="serial") as system:
+        (only,) = system.coordinator._lanes.values()
+        timed: list[int] = []
+        only._policy.on_proposed = lambda *_: timed.append(draft.handle.num_calls)
+        for pipeline, gamma in (("serial", 4), ("lookahead", 4), ("lookahead", 2), ("serial", 2)):
+            first = draft.handle.num_calls + 1
+            await system.text(replace(ask(pipeline, prompt=1, gamma=gamma), pipeline=pipeline))
+            assert first not in timed
+            assert {first + 1, first + 2} <= set(timed)
 
 
 @pytest.mark.parametrize("pipeline", ["serial", "lookahead"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.model_runner import ModelRunner
@@ -121,7 +122,7 @@ def test_rounds_behind_each_other(engines):
             keep = lengths[draft.sequence_id] + cached
             new = [*draft.token_ids[cached:accepted], 3 + round_idx]
             lengths[draft.sequence_id] = keep + len(new)
-            requests.append((replace(feed(draft.sequence_id, new, keep=keep), opening=None), 1 + i))
+            requests.append((changed(feed(draft.sequence_id, new, keep=keep), opening=None), 1 + i))
         drafts = assert_same_round(engines, *requests)
 
 

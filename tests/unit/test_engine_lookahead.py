@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.runner import Runner
@@ -76,7 +77,7 @@ class Pair:
 
     def propose(self, items: tuple[ProposeItem, ...]) -> dict[str, Draft]:
         ahead = self.ahead.propose(ProposeRequest(owner=OWNER, items=items))
-        plain = tuple(replace(item, fan_out=()) for item in items)
+        plain = tuple(changed(item, fan_out=()) for item in items)
         serial = self.serial.propose(ProposeRequest(owner=OWNER, items=plain))
         assert not ahead.lost
         assert not serial.lost
@@ -196,7 +197,7 @@ def test_another_coordinator_gets_nothing_that_was_prepared(make) -> None:
     engine.look_ahead(NEVER)
     stranger = replace(proposal(state), owner="another")
     item = stranger.items[0]
-    moved = replace(item, feed=replace(item.feed, keep=20, token_ids=(1,), opening=None))
+    moved = changed(item, feed=changed(item.feed, keep=20, token_ids=(1,), opening=None))
     reply = engine.propose(replace(stranger, items=(moved,)))
     assert not reply.drafts
     assert "cached here for" in reply.lost[0].reason

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.verifying import TargetEngine
@@ -74,7 +75,7 @@ def make_runner(request):
 def fresh_draft(make_runner, log, sampling, gamma):
     """What a draft engine proposes that has never seen anything but this log."""
     f = feed("a", log, sampling=sampling)
-    f = replace(f, opening=replace(f.opening, prompt_len=PROMPT_LEN))
+    f = changed(f, opening=replace(f.opening, prompt_len=PROMPT_LEN))
     [draft] = DraftEngine(make_runner(noise=NOISE), SUPPORT).propose(propose((f, gamma))).drafts
     return draft
 

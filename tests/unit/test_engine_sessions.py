@@ -1,8 +1,8 @@
 """What a worker holds: every feed that cannot be applied is answered with `Lost`, never with a guess."""
 
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.sessions import LIVE_GRACE_S, QUIET_OWNER_S, UNHEARD_OWNER_S, Session, SessionTable, Wish
@@ -96,7 +96,7 @@ def test_feed_of_an_unknown_sequence_is_lost(table):
 
 
 def test_feed_from_zero_without_opening_is_lost(table):
-    [answer] = table.apply(replace(feed("a", [3]), opening=None))
+    [answer] = table.apply(changed(feed("a", [3]), opening=None))
     assert_lost(answer, "without its opening")
     assert len(table) == 0
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from specdec.engine.drafting import DraftEngine
 from specdec.engine.verifying import TargetEngine
@@ -140,7 +141,7 @@ def test_prefill_in_chunks_changes_no_verdict(pair, sampling):
     draft = pair.draft(feed("a", prompt, sampling=sampling), 3)
     whole = verdict_of(pair.target(), judge(feed("a", prompt, sampling=sampling), draft))
     engine = pair.target()
-    first = replace(
+    first = changed(
         feed("a", prompt[:4], sampling=sampling),
         opening=feed("a", prompt, sampling=sampling).opening,
     )
@@ -177,8 +178,8 @@ def test_stale_feed_is_lost_while_the_others_go_on_in_order(pair):
     draft = pair.draft(f, 3)
     engine = pair.target()
     expected = verdict_of(engine, judge(f, draft))
-    stale = judge(feed("b", [3], keep=5), replace(draft, sequence_id=B))
-    other = judge(feed("c", tokens(9)), replace(draft, sequence_id=C))
+    stale = judge(feed("b", [3], keep=5), changed(draft, sequence_id=B))
+    other = judge(feed("c", tokens(9)), changed(draft, sequence_id=C))
     reply = engine.verify(verify(judge(f, draft), stale, other))
     assert [verdict.sequence_id for verdict in reply.verdicts] == [A, C]
     assert [verdict.token_ids for verdict in reply.verdicts] == [expected.token_ids] * 2

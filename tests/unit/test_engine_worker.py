@@ -292,6 +292,12 @@ _STATUS = messages.WorkerStatus(
     num_calls=3,
 )
 _CHUNK = types.TokenChunk(sequence_id=A, token_ids=(4,), num_drafted=2, num_accepted=1, finish_reason="stop")
+_LOGPROBS = messages.RowLogprobs(
+    own=np.array([-0.5, -1.5], np.float32),
+    draft=np.array([-0.25], np.float32),
+    top_ids=np.array([[3, 1], [0, 2]], np.int32),
+    top_logprobs=np.array([[-0.5, -2.0], [-0.125, -3.0]], np.float32),
+)
 MESSAGES = [
     _FEED.opening,
     _FEED,
@@ -303,7 +309,11 @@ MESSAGES = [
     judge(_FEED, _DRAFT),
     verify(judge(_FEED, _DRAFT), judge(feed("b", [9], keep=4))),
     messages.Verdict(sequence_id=A, epoch=2, token_ids=(4, 5, 6), ratios=(0.5, 2.0)),
+    _LOGPROBS,
+    messages.Verdict(sequence_id=A, epoch=2, token_ids=(4, 5), logprobs=_LOGPROBS),
+    messages.Scores(sequence_id=A, epoch=2, logprobs=_LOGPROBS),
     messages.VerifyReply(verdicts=(messages.Verdict(sequence_id=A, epoch=2, token_ids=(4,)),), lost=(_LOST,)),
+    messages.VerifyReply(verdicts=(), scores=(messages.Scores(sequence_id=A, epoch=2, logprobs=_LOGPROBS),)),
     Heartbeat(owner="c", live=frozenset({A, B})),
     _STATUS,
     messages.Endpoint(host="127.0.0.1", port=1, token="secret"),
@@ -331,7 +341,9 @@ MESSAGES = [
 
 
 def plain(value):
-    """A value that compares: dataclasses and arrays opened up."""
+    """A value that compares: messages and arrays opened up."""
+    if isinstance(value, types.Part):
+        return type(value).__name__, {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if is_dataclass(value):
         return type(value).__name__, {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, np.ndarray):
@@ -346,7 +358,11 @@ def test_messages_survive_transport_and_pickling(message):
 
 
 def test_every_message_is_tested():
-    defined = {value for value in vars(messages).values() if is_dataclass(value)}
+    defined = {
+        value
+        for value in vars(messages).values()
+        if is_dataclass(value) or (isinstance(value, type) and issubclass(value, types.Part))
+    }
     own = {value for value in defined if value.__module__ == messages.__name__}
     assert own == {type(message) for message in MESSAGES if type(message).__module__ == messages.__name__}
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.errors import (
@@ -31,9 +32,11 @@ from tests.fakes import (
     ScriptedBackend,
     byte_ids_of,
     eventually,
+    logprob_of,
     token_ids_of,
     toy_config,
     toy_service,
+    toy_tokenizer,
 )
 
 COLOURS = [*byte_ids_of("red green blue"), EOS_ID]
@@ -59,8 +62,9 @@ async def stub_to(backend, **options):
         yield pb_grpc.GenerationServiceStub(channel)
 
 
-def ask(text="one", speculative=None, **sampling) -> pb.GenerateRequest:
+def ask(text="one", speculative=None, wants=None, **sampling) -> pb.GenerateRequest:
     return pb.GenerateRequest(
+        **(wants or {}),
         text=text,
         sampling=pb.SamplingOptions(**sampling),
         speculative=pb.SpeculativeOptions(**(speculative or {})),
@@ -85,8 +89,17 @@ async def failure_of(call) -> grpc.aio.AioRpcError:
     return error
 
 
-def metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
+def metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str | bytes]:
     return dict(error.trailing_metadata())
+
+
+def bad_request_of(error: grpc.aio.AioRpcError) -> error_details_pb2.BadRequest:
+    """What a client that knows rich errors reads."""
+    status = status_pb2.Status.FromString(metadata_of(error)["grpc-status-details-bin"])
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return bad_request
 
 
 # Answers
@@ -98,9 +111,10 @@ async def test_generate(sizes):
         response = await stub.Generate(ask())
     assert response.id.startswith("gen-")
     assert response.model == MODEL_NAME
-    assert response.text == "red green blue"
-    assert list(response.token_ids) == COLOURS
-    assert response.finish_reason == pb.FINISH_REASON_STOP
+    (choice,) = response.choices
+    assert (choice.index, choice.text) == (0, "red green blue")
+    assert list(choice.token_ids) == COLOURS
+    assert choice.finish_reason == pb.FINISH_REASON_STOP
     assert response.usage == pb.Usage(
         prompt_tokens=len(token_ids_of("one")),
         completion_tokens=len(COLOURS),
@@ -116,8 +130,9 @@ async def test_stream_says_what_the_whole_answer_says(sizes):
         request = ask(speculative={"metrics": True})
         whole = await stub.Generate(request)
         *parts, last = [part async for part in stub.GenerateStream(request)]
-    assert "".join(part.text for part in parts) == whole.text == EMOJI
-    assert [token_id for part in parts for token_id in part.token_ids] == list(whole.token_ids)
+    (choice,) = whole.choices
+    assert "".join(part.text for part in parts) == choice.text == EMOJI
+    assert [token_id for part in parts for token_id in part.token_ids] == list(choice.token_ids)
     assert all("\ufffd" not in part.text for part in parts)
     assert len({(part.id, part.model) for part in [*parts, last]}) == 1
     assert all(not part.finish_reason and not part.HasField("usage") for part in parts)
@@ -129,8 +144,8 @@ async def test_stream_says_what_the_whole_answer_says(sizes):
 
 async def test_stop_string_and_length():
     async with stub_to(ScriptedBackend(COLOURS, chunk_sizes=(4,))) as stub:
-        stopped = await stub.Generate(ask(stop=["een bl"]))
-        capped = await stub.Generate(ask(max_tokens=3))
+        (stopped,) = (await stub.Generate(ask(stop=["een bl"]))).choices
+        (capped,) = (await stub.Generate(ask(max_tokens=3))).choices
     assert (stopped.text, stopped.finish_reason) == ("red gr", pb.FINISH_REASON_STOP)
     assert list(stopped.token_ids) == byte_ids_of("red green bl")
     assert (capped.text, capped.finish_reason) == ("red", pb.FINISH_REASON_LENGTH)
@@ -155,7 +170,7 @@ async def test_sampling_options_arrive_exactly():
             ask(
                 temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0,
                 repetition_penalty=1.1, logit_bias={5: -1.0}, seed=2**63 - 1, max_tokens=9,
-                stop_token_ids=[11], ignore_eos=True,
+                stop_token_ids=[11], ignore_eos=True, min_tokens=4, bad_words=["red"],
                 speculative={"num_speculative_tokens": 0, "mode": pb.VERIFICATION_MODE_REJECTION},
             )
         )  # fmt: skip
@@ -168,6 +183,84 @@ async def test_sampling_options_arrive_exactly():
     assert sampling.logit_bias == ((5, -1.0),)
     assert (request.stop.max_tokens, request.stop.stop_token_ids) == (9, {11})
     assert request.max_draft_tokens == 0
+    assert sampling.min_tokens == 4
+    assert sampling.bad_words == (tuple(token_ids_of("red")), tuple(token_ids_of(" red")))
+
+
+async def test_choices_of_a_seed_differ_whole_and_streamed():
+    backend = ScriptedBackend(script_of=lambda request: [*byte_ids_of(f"{request.sampling.seed}"), EOS_ID])
+    async with stub_to(backend) as stub:
+        request = ask(wants={"n": 3}, seed=7, speculative={"metrics": True})
+        whole = await stub.Generate(request)
+        parts = [part async for part in stub.GenerateStream(request)]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert whole.choices[0].text == "7"
+    assert len({choice.text for choice in whole.choices}) == 3
+    assert whole.usage.completion_tokens == sum(len(choice.token_ids) for choice in whole.choices)
+    for choice in whole.choices:
+        own = [part for part in parts if part.choice == choice.index]
+        assert "".join(part.text for part in own) == choice.text
+        reasons = [part.finish_reason for part in own]
+        assert reasons == [0] * (len(own) - 1) + [pb.FINISH_REASON_STOP]
+    assert [part.HasField("usage") for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].usage == whole.usage
+    assert parts[-1].speculative_metrics == whole.speculative_metrics
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,)])
+async def test_logprobs_of_output_and_prompt(sizes):
+    async with stub_to(ScriptedBackend(COLOURS, chunk_sizes=sizes)) as stub:
+        request = ask("one two", wants={"logprobs": 1, "prompt_logprobs": True})
+        (choice,) = (await stub.Generate(request)).choices
+        parts = [part async for part in stub.GenerateStream(request)]
+        (plain,) = (await stub.Generate(ask())).choices
+        (zero,) = (await stub.Generate(ask(wants={"logprobs": 0}))).choices
+        scoring = await stub.Generate(
+            ask("one two", wants={"logprobs": 0, "prompt_logprobs": True}, max_tokens=0)
+        )
+    assert choice.text == "red green blue"  # the prompt is scored, not given back
+    assert [token.token_id for token in choice.logprobs] == COLOURS
+    assert [token.logprob for token in choice.logprobs] == [logprob_of(token_id) for token_id in COLOURS]
+    assert choice.logprobs[0].token == b"r"
+    assert [(top.token_id, top.token, top.logprob) for top in choice.logprobs[0].top] == [
+        (0, b"<|endoftext|>", 0.0)
+    ]
+    assert [token.token_id for token in choice.prompt_logprobs] == token_ids_of("one two")
+    assert [token.HasField("logprob") for token in choice.prompt_logprobs] == [False] + [True] * (
+        len(token_ids_of("one two")) - 1
+    )
+    assert [token for part in parts for token in part.logprobs] == list(choice.logprobs)
+    assert list(parts[0].prompt_logprobs) == list(choice.prompt_logprobs)
+    assert all(len(part.logprobs) == len(part.token_ids) for part in parts)
+    assert (len(plain.logprobs), len(zero.logprobs), len(zero.logprobs[0].top)) == (0, len(COLOURS), 0)
+    assert scoring.usage.completion_tokens == 0
+    assert len(scoring.choices[0].prompt_logprobs) == len(token_ids_of("one two"))
+
+
+async def test_every_message_with_parts_of_characters_is_valid():
+    async with stub_to(ScriptedBackend(byte_ids_of("😀"))) as stub:
+        (choice,) = (await stub.Generate(ask(wants={"logprobs": 0}, max_tokens=4))).choices
+    assert b"".join(token.token for token in choice.logprobs).decode() == choice.text == "😀"
+
+
+async def test_conversations_carry_names_and_calls():
+    backend = ScriptedBackend(COLOURS)
+    call = pb.ToolCall(id="1", name="look", arguments='{"at": "sky"}')
+    messages = [
+        pb.ChatMessage(role="user", content="a", name="me"),
+        pb.ChatMessage(role="assistant", tool_calls=[call]),
+        pb.ChatMessage(role="tool", content="blue", tool_call_id="1"),
+    ]
+    request = to_client_request(
+        pb.GenerateRequest(messages=pb.ChatMessages(messages=messages)), "gen-1", None
+    )
+    (prompt,) = request.prompts
+    assert prompt.messages[0].name == "me"
+    assert prompt.messages[1].tool_calls[0].arguments == '{"at": "sky"}'
+    assert prompt.messages[2].tool_call_id == "1"
+    async with stub_to(backend) as stub:
+        await stub.Generate(pb.GenerateRequest(messages=pb.ChatMessages(messages=messages)))
+    assert "look" in toy_tokenizer().decode(backend.requests[0].prompt_ids)
 
 
 async def test_zero_is_not_unset():
@@ -215,6 +308,15 @@ WRONG = [
     (ask(speculative={"mode": 7}), "speculative.mode"),
     (ask(speculative={"pipeline": 7}), "speculative.pipeline"),
     (ask(text=""), "prompt"),
+    (ask(wants={"n": 0}), "n"),
+    (ask(wants={"n": 17}), "n"),
+    (ask(wants={"logprobs": -1}), "logprobs"),
+    (ask(wants={"logprobs": 21}), "logprobs"),
+    (ask(wants={"prompt_logprobs": True}), "prompt_logprobs"),
+    (ask(min_tokens=-1), "min_tokens"),
+    (ask(min_tokens=5, max_tokens=4), "min_tokens"),
+    (ask(bad_words=[""]), "bad_words"),
+    (ask(bad_words=["x"] * 65), "bad_words"),
     (pb.GenerateRequest(), "prompt"),
     (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[VOCAB_SIZE])), "prompt"),
@@ -236,8 +338,10 @@ async def test_wrong_fields_are_invalid_argument_naming_the_field():
                 error = await failure_of(call(request))
                 assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, request
                 assert metadata_of(error)["specdec-error-param"] == param
+                (violation,) = bad_request_of(error).field_violations
+                assert (violation.field, violation.description) == (param, error.details())
         assert backend.requests == []
-        assert (await stub.Generate(ask())).text == "red green blue"  # still alive
+        assert (await stub.Generate(ask())).choices[0].text == "red green blue"  # still alive
 
 
 async def test_context_overflow_has_its_code():
@@ -279,7 +383,7 @@ async def test_messages_over_the_limit_are_refused_cleanly():
     async with stub_to(ScriptedBackend(COLOURS), max_body_bytes=10_000) as stub:
         error = await failure_of(stub.Generate(ask("x" * 20_000)))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.Generate(ask())).text  # still alive
+        assert (await stub.Generate(ask())).choices[0].text  # still alive
 
 
 async def test_messages_above_grpcs_own_default_limit_are_served():
@@ -376,7 +480,7 @@ async def test_stop_lets_running_calls_finish_within_the_grace():
         call = asyncio.ensure_future(pb_grpc.GenerationServiceStub(channel).Generate(ask()))
         await eventually(lambda: backend.num_running == 1)
         await server.stop(grace_s=5.0)
-        assert (await call).text == "red green blue"
+        assert (await call).choices[0].text == "red green blue"
 
 
 async def test_stop_without_grace_closes_running_calls():
@@ -399,7 +503,8 @@ async def test_replicas_on_one_node_share_the_port():
     assert second.port == first.port
     await first.stop()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
-        assert (await pb_grpc.GenerationServiceStub(channel).Generate(ask())).text == "red green blue"
+        answer = await pb_grpc.GenerationServiceStub(channel).Generate(ask())
+        assert answer.choices[0].text == "red green blue"
     await second.stop()
 
 
@@ -437,4 +542,4 @@ async def test_grpc_and_the_neutral_service_agree():
     service = toy_service(ScriptedBackend(COLOURS))
     completion = await collect(service.generate(to_client_request(ask(), "gen-1", None)))
     async with stub_to(ScriptedBackend(COLOURS)) as stub:
-        assert (await stub.Generate(ask())).text == completion.text
+        assert (await stub.Generate(ask())).choices[0].text == completion.choices[0].text

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from specdec.gateway.events import Finished, TextDelta, Usage
-from specdec.gateway.http_stream import DONE_FRAME, frame, sse_frames
+from specdec.gateway.events import Finished, TextDelta, Totals, Usage
+from specdec.gateway.http_stream import DONE_FRAME, ChunkFrames, frame, sse_frames
 from specdec.gateway.openai_responses import ChatFormat, CompletionFormat
 from specdec.types import SpeculationStats
 
@@ -31,7 +31,7 @@ def response_of(kind, model, *, wants_usage_chunk=False):
 
 def finished():
     usage = Usage(prompt_tokens=3, completion_tokens=len(TEXTS))
-    return Finished(finish_reason="stop", usage=usage, stats=SpeculationStats())
+    return Finished(finish_reason="stop", totals=Totals(usage=usage, stats=SpeculationStats()))
 
 
 async def writes_of(response, texts):
@@ -41,7 +41,7 @@ async def writes_of(response, texts):
         yield finished()
 
     first = TextDelta(text=texts[0], token_ids=(1,))
-    return [body async for body in sse_frames(first, events(), response)]
+    return [body async for body in sse_frames(first, events(), ChunkFrames(response), "id-1")]
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
@@ -49,13 +49,12 @@ async def writes_of(response, texts):
 @pytest.mark.parametrize("wants_usage_chunk", [False, True])
 async def test_frames_are_the_chunks_as_json_whatever_text_and_model(kind, model, wants_usage_chunk):
     response = response_of(kind, model, wants_usage_chunk=wants_usage_chunk)
-    opening, usage = response.first_chunk(), response.usage_chunk(finished().usage)
     payloads = [
-        *([opening] if opening else []),
-        *(response.text_chunk(text) for text in TEXTS),
-        response.last_chunk(finished()),
-        *([usage] if usage else []),
+        *response.opening(),
+        *(response.text_chunk(0, text) for text in TEXTS),
+        *response.chunks(finished()),
     ]
+    assert len(payloads) == len(response.opening()) + len(TEXTS) + 1 + wants_usage_chunk
     body = b"".join(await writes_of(response, TEXTS))
     assert body == b"".join(map(frame, payloads)) + DONE_FRAME
     frames = body.decode().split("\n\n")

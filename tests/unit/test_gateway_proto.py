@@ -33,7 +33,8 @@ def test_committed_stubs_equal_generated_ones(tmp_path):
 def test_contract_has_its_public_names():
     service = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
     assert service.full_name == "specdec.v1.GenerationService"
-    assert [method.name for method in service.methods] == ["Generate", "GenerateStream", "GetModelInfo"]
+    names = ["Generate", "GenerateStream", "GetModelInfo", "Tokenize", "Detokenize"]
+    assert [method.name for method in service.methods] == names
     assert generation_pb2_grpc.GenerationServiceStub
 
 

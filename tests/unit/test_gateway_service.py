@@ -17,7 +17,7 @@ from specdec.errors import (
     TooManyRequests,
     UnknownModel,
 )
-from specdec.gateway.events import Finished, TextDelta, collect
+from specdec.gateway.events import Finished, TextDelta, Totals, collect
 from specdec.gateway.requests import ClientRequest, SamplingOptions, TextPrompt
 from specdec.types import TokenChunk
 from tests.fakes import (
@@ -37,7 +37,7 @@ COLOURS = [*byte_ids_of("red green blue"), EOS_ID]
 def ask(text="one", model=None, timeout_s=None, **options) -> ClientRequest:
     return ClientRequest(
         request_id="cmpl-1",
-        prompt=TextPrompt(text=text),
+        prompts=(TextPrompt(text=text),),
         model=model,
         timeout_s=timeout_s,
         sampling=SamplingOptions(**options),
@@ -49,6 +49,13 @@ async def events_of(service, request):
         return [event async for event in events]
 
 
+async def only_choice(service, request):
+    """The one choice of a generation, and the totals."""
+    completion = await collect(service.generate(request))
+    (choice,) = completion.choices
+    return choice, completion.totals
+
+
 def text_and_ids_of(events):
     deltas = [event for event in events if isinstance(event, TextDelta)]
     return "".join(delta.text for delta in deltas), [i for delta in deltas for i in delta.token_ids]
@@ -57,24 +64,24 @@ def text_and_ids_of(events):
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 4, 2), (100,)])
 async def test_text_and_usage_of_a_natural_end(sizes):
     backend = ScriptedBackend(COLOURS, chunk_sizes=sizes)
-    completion = await collect(toy_service(backend).generate(ask()))
-    assert completion.text == "red green blue"
-    assert completion.token_ids == tuple(COLOURS)  # the EOS token is returned and counted, without text
-    assert completion.finished.finish_reason == "stop"
-    assert completion.finished.usage.completion_tokens == len(COLOURS)
-    assert completion.finished.usage.prompt_tokens == len(token_ids_of("one"))
-    assert completion.finished.stats.num_draft_tokens > 0
+    choice, totals = await only_choice(toy_service(backend), ask())
+    assert choice.text == "red green blue"
+    assert choice.token_ids == tuple(COLOURS)  # the EOS token is returned and counted, without text
+    assert choice.finish_reason == "stop"
+    assert totals.usage.completion_tokens == len(COLOURS)
+    assert totals.usage.prompt_tokens == len(token_ids_of("one"))
+    assert totals.stats.num_draft_tokens > 0
     assert (backend.num_running, backend.num_closed) == (0, 0)  # ended, not cancelled
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (100,)])
 async def test_stop_string_ends_text_ids_and_usage_at_one_token(sizes):
     backend = ScriptedBackend(COLOURS, chunk_sizes=sizes)
-    completion = await collect(toy_service(backend).generate(ask(stop=("een bl",))))
-    assert completion.text == "red gr"
-    assert completion.token_ids == tuple(byte_ids_of("red green bl"))
-    assert completion.finished.finish_reason == "stop"
-    assert completion.finished.usage.completion_tokens == len("red green bl")
+    choice, totals = await only_choice(toy_service(backend), ask(stop=("een bl",)))
+    assert choice.text == "red gr"
+    assert choice.token_ids == tuple(byte_ids_of("red green bl"))
+    assert choice.finish_reason == "stop"
+    assert totals.usage.completion_tokens == len("red green bl")
     assert backend.num_running == 0
 
 
@@ -88,45 +95,45 @@ async def test_stop_string_closes_the_backend_before_the_client_reads_on():
 
 
 async def test_max_tokens_ends_with_length():
-    completion = await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(max_tokens=5)))
-    assert (completion.text, completion.finished.finish_reason) == ("red g", "length")
-    assert completion.finished.usage.completion_tokens == 5
+    choice, totals = await only_choice(toy_service(ScriptedBackend(COLOURS)), ask(max_tokens=5))
+    assert (choice.text, choice.finish_reason) == ("red g", "length")
+    assert totals.usage.completion_tokens == 5
 
 
 async def test_stop_token_at_the_cap_is_a_stop():
-    completion = await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(max_tokens=len(COLOURS))))
-    assert completion.finished.finish_reason == "stop"
+    choice, _ = await only_choice(toy_service(ScriptedBackend(COLOURS)), ask(max_tokens=len(COLOURS)))
+    assert choice.finish_reason == "stop"
 
 
 async def test_ignore_eos_runs_to_the_cap():
-    completion = await collect(
-        toy_service(ScriptedBackend(COLOURS)).generate(ask(ignore_eos=True, max_tokens=50))
-    )
-    assert completion.finished.finish_reason == "length"
-    assert completion.finished.usage.completion_tokens == 50
-    assert completion.text.startswith("red green bluered")
+    service = toy_service(ScriptedBackend(COLOURS))
+    choice, totals = await only_choice(service, ask(ignore_eos=True, max_tokens=50))
+    assert choice.finish_reason == "length"
+    assert totals.usage.completion_tokens == 50
+    assert choice.text.startswith("red green bluered")
 
 
 async def test_zero_token_answer_counts_its_eos():
     events = await events_of(toy_service(ScriptedBackend([EOS_ID])), ask())
     assert events == [
         TextDelta(text="", token_ids=(EOS_ID,)),
-        Finished(finish_reason="stop", usage=events[1].usage, stats=scripted_stats(1)),
+        Finished(finish_reason="stop", totals=Totals(usage=events[1].totals.usage, stats=scripted_stats(1))),
     ]
-    assert events[1].usage.completion_tokens == 1
+    assert events[1].totals.usage.completion_tokens == 1
 
 
 async def test_truncated_character_gives_the_same_text_streamed_or_not():
     service = toy_service(ScriptedBackend(byte_ids_of("ab😀")))
     events = await events_of(service, ask(max_tokens=4))
     assert "".join(event.text for event in events[:-1]) == "ab\ufffd"
-    assert (await collect(service.generate(ask(max_tokens=4)))).text == "ab\ufffd"
+    choice, _ = await only_choice(service, ask(max_tokens=4))
+    assert choice.text == "ab\ufffd"
 
 
 async def test_stats_survive_a_stop_string():
     backend = ScriptedBackend(COLOURS, chunk_sizes=(1,))
-    completion = await collect(toy_service(backend).generate(ask(stop=("gr",))))
-    assert completion.finished.stats == scripted_stats(len(completion.token_ids))
+    choice, totals = await only_choice(toy_service(backend), ask(stop=("gr",)))
+    assert totals.stats == scripted_stats(len(choice.token_ids))
 
 
 async def test_closing_closes_the_backend():
@@ -183,7 +190,8 @@ async def test_a_generation_without_a_good_end_is_a_failure(last):
 
 @pytest.mark.parametrize("model", [None, "", MODEL_NAME])
 async def test_served_model_or_none(model):
-    assert (await collect(toy_service(ScriptedBackend(COLOURS)).generate(ask(model=model)))).text
+    choice, _ = await only_choice(toy_service(ScriptedBackend(COLOURS)), ask(model=model))
+    assert choice.text
 
 
 async def test_nothing_reaches_the_backend_when_the_request_is_wrong():
@@ -243,10 +251,10 @@ async def test_under_load_messages_are_fewer_and_say_the_same():
 async def test_a_stop_string_in_the_middle_of_a_merged_message_ends_it_there():
     script = ScriptedBackend(COLOURS, delay_s=0.002, waits=True)
     service = toy_service(script, max_stream_messages_per_s=1.0)
-    completion = await collect(service.generate(ask(stop=("een bl",))))
-    assert completion.text == "red gr"
-    assert completion.token_ids == tuple(byte_ids_of("red green bl"))
-    assert completion.finished.stats == scripted_stats(len(completion.token_ids))
+    choice, totals = await only_choice(service, ask(stop=("een bl",)))
+    assert choice.text == "red gr"
+    assert choice.token_ids == tuple(byte_ids_of("red green bl"))
+    assert totals.stats == scripted_stats(len(choice.token_ids))
 
 
 async def test_streams_share_the_messages_per_second():

@@ -18,9 +18,14 @@ def detokenizer() -> Detokenizer:
     return Detokenizer(toy_tokenizer().backend_tokenizer)
 
 
-def sequence_text(stop: list[str] | None = None, stop_ids: set[int] | None = None) -> SequenceText:
+def sequence_text(
+    stop: list[str] | None = None, stop_ids: set[int] | None = None, min_tokens: int = 0
+) -> SequenceText:
     return SequenceText(
-        toy_tokenizer().backend_tokenizer, stop_strings=stop or [], stop_token_ids=stop_ids or set()
+        toy_tokenizer().backend_tokenizer,
+        stop_strings=stop or [],
+        stop_token_ids=stop_ids or set(),
+        min_tokens=min_tokens,
     )
 
 
@@ -159,3 +164,40 @@ def test_flushed_replacement_character_can_complete_a_stop_string():
     piece = text.push(byte_ids_of("ab😀")[:-1])
     assert piece.text + text.finish() == "a"
     assert text.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "expected"),
+    [
+        ("a", 0, ""),
+        ("a", 1, "ab"),
+        ("ab", 1, ""),  # complete with the second token
+        ("ab", 2, "ab"),
+        ("bab", 3, "a"),  # begins before, is complete after
+        ("aba", 4, "ab"),  # occurrences overlap: the next one begins inside the one passed over
+        ("aab", 3, "ababab"),
+        ("b", 6, "ababab"),
+    ],
+)
+def test_a_stop_string_complete_within_min_tokens_is_text(stop, min_tokens, expected):
+    for size in (1, 2, 6):
+        text = sequence_text(stop=[stop], min_tokens=min_tokens)
+        token_ids = byte_ids_of("ababab")
+        shown = ""
+        for start in range(0, 6, size):
+            shown += text.push(token_ids[start : start + size]).text
+        assert shown + text.finish() == expected
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(2, "a"), (4, "ab\ufffd")])
+def test_a_replacement_character_completes_a_stop_string_only_behind_min_tokens(min_tokens, expected):
+    text = sequence_text(stop=["b\ufffd"], min_tokens=min_tokens)
+    piece = text.push(byte_ids_of("ab😀")[:4])
+    assert piece.text + text.finish() == expected
+
+
+def test_offsets_count_the_characters_before_each_token():
+    text = sequence_text(stop=["é!"], stop_ids={EOS_ID})
+    piece = text.push([*byte_ids_of("a😀é!"), EOS_ID])
+    assert piece.offsets == (0, 1, 1, 1, 1, 2, 2, 3)
+    assert len(piece.token_ids) == 8

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from specdec.errors import ContextLengthExceeded, InvalidRequest
+from specdec.gateway.request_shape import check_shape
 from specdec.gateway.requests import (
     ChatPrompt,
     ClientRequest,
@@ -23,13 +24,16 @@ CONFIG = toy_config(max_stop_strings=4)
 
 
 def build(prompt_len=10, prompt=None, speculative=None, **options):
+    prompt = prompt or TextPrompt(text="x")
     request = ClientRequest(
         request_id="cmpl-1",
-        prompt=prompt or TextPrompt(text="x"),
+        prompts=(prompt,),
         sampling=SamplingOptions(**options),
         speculative=SpeculativeOptions(**(speculative or {})),
     )
-    return build_generation_request(request, tuple(range(3, 3 + prompt_len)), config=CONFIG, model_info=INFO)
+    check_shape(request, CONFIG)
+    prompt_ids = tuple(range(3, 3 + prompt_len))
+    return build_generation_request(request, prompt, prompt_ids, config=CONFIG, model_info=INFO)
 
 
 @pytest.mark.parametrize(

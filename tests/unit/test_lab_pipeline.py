@@ -12,6 +12,7 @@ from specdec.config import SimulationConfig
 from specdec.coordinator.local import run_local
 from specdec.engine.simulated_pair import make_runner
 from specdec.lab.errors import BenchError
+from specdec.lab.pipeline import scaling
 from specdec.lab.pipeline.measure import Choice, Measured, measure
 from specdec.lab.pipeline.plan import (
     AUTO,
@@ -91,18 +92,37 @@ def test_figures_are_ratios_of_what_was_measured():
     assert len(lines) == 3
 
 
+def test_scaling_is_told_by_ratios_of_rates_and_the_slowest_return():
+    def rates(*values):
+        return [replace(MEASURED, tokens_per_s=value) for value in values]
+
+    names = [(scenario.name, SERIAL) for scenario in scaling.SCENARIOS]
+    results = dict(zip(names, rates(100.0, 185.0, 200.0, 300.0), strict=True))
+    losses = [
+        scaling.Loss(plain_rate=50.0, rate_before=90.0, rate_without=rate, replaced_s=5.0, back_s=back_s)
+        for rate, back_s in ((49.0, 1.0), (48.0, 11.0), (40.0, 2.0))
+    ]
+    lines = list(scaling.scaling_figures(results, losses))
+    assert [line.value for line in lines] == pytest.approx([1.85, 1.5, 0.96, 11.0])
+    assert [line.is_reached for line in lines] == [True, False, True, False]
+
+
 def test_every_scenario_can_be_deployed():
-    for scenario in SCENARIOS:
+    for scenario in (*SCENARIOS, *scaling.SCENARIOS, scaling.LOSS):
         for gamma in (8, "auto"):
             app = parse_deploy_config(deployment(scenario, gamma)).app
             assert app.simulation == scenario.simulation
+            deployed = parse_deploy_config(deployment(scenario, gamma)).schema.applications[0].deployments
+            counts = {item.name: item.num_replicas for item in deployed}
+            assert counts == {"TargetWorker": scenario.num_targets, "DraftWorker": scenario.num_drafts}
             assert app.coordinator.max_num_seqs >= scenario.num_sequences
 
 
 def test_results_are_written_with_all_that_was_measured(tmp_path):
-    write_json(tmp_path / "out.json", {(ONE.name, SERIAL): MEASURED}, {"rounds": 3})
+    results = {(ONE.name, SERIAL): MEASURED}
+    write_json(tmp_path / "out.json", results, list(figures(results)), {"rounds": 3})
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["rounds"] == 3
     assert content["measured"][0]["choice"] == "serial γ=4"
     with pytest.raises(BenchError, match="cannot write"):
-        write_json(tmp_path / "no" / "out.json", {}, {})
+        write_json(tmp_path / "no" / "out.json", {}, [], {})

@@ -19,7 +19,8 @@ import torch
 from specdec.engine.simulated import ToyLaw
 from specdec.sampling.drawing import exponential_rows
 from specdec.sampling.noise import Purpose
-from specdec.sampling.processors import RowContext, mask_padding, process_logits, target_law
+from specdec.sampling.processors import mask_padding, process_logits, target_law
+from specdec.sampling.rows import RowContext
 from specdec.sampling.verification import acceptance_ratios, race, residual_probs, truncate_support
 from specdec.speculation.acceptance import count_accepted
 from specdec.types import SamplingParams, VerificationMode
@@ -59,6 +60,7 @@ class Round:
     gamma: int
     params: SamplingParams
     support: int = ALL_OF_IT
+    stop_token_ids: frozenset[int] = frozenset()
 
     @property
     def vocab_size(self) -> int:
@@ -76,6 +78,7 @@ class Round:
                 token_ids=[*PROMPT, *prefix, *tokens_to_come],
                 prompt_len=len(PROMPT),
                 length=len(PROMPT) + num_drafted,
+                stop_token_ids=self.stop_token_ids,
             )
             for prefix in self.prefixes(num_drafted)
         ]
@@ -196,7 +199,7 @@ class Round:
     # The law ------------------------------------------------------------------------------------------
 
     def reference_levels(self) -> list[Float64Array]:
-        law = toy_next_token_law(self.target, self.params, PROMPT)
+        law = toy_next_token_law(self.target, self.params, PROMPT, self.stop_token_ids)
         return conditional_levels(law, self.vocab_size, self.gamma + 1)
 
     def law(self, tails: list[Float64Array]) -> Float64Array:
@@ -290,6 +293,7 @@ PROCESSED = {
     "repetition": {"repetition_penalty": 1.8},
     "encouraged repetition": {"repetition_penalty": 0.6},
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.8, "repetition_penalty": 1.3},
+    "bad words": {"bad_words": ((0,), (1, 2), (2, 2, 3))},
     "truncations": {"temperature": 1.3, "top_k": 3, "top_p": 0.8, "min_p": 0.2},
     "everything": {
         "temperature": 0.7,
@@ -300,6 +304,7 @@ PROCESSED = {
         "frequency_penalty": 0.6,
         "repetition_penalty": 1.2,
         "logit_bias": ((1, 0.8), (3, -100.0)),
+        "bad_words": ((2, 1), (0, 0)),
     },
 }
 
@@ -311,6 +316,19 @@ def test_one_round_has_the_processed_targets_law(mode, fields):
     for seed, target_kind, draft_kind in ((1, "normal", "normal"), (2, "holes", "peaky")):
         target, draft = toy_law(target_kind, 4, seed), toy_law(draft_kind, 4, seed + 100)
         assert_round_has_the_targets_law(Round(target, draft, 3, params, support=3))
+
+
+@pytest.mark.parametrize("mode", list(VerificationMode))
+@pytest.mark.parametrize("min_tokens", [1, 2, 3])
+def test_stops_become_possible_within_a_block(mode, min_tokens):
+    """Rows of one block stand at different lengths of the output."""
+    params = SamplingParams(mode=mode, min_tokens=min_tokens)
+    target, draft = toy_law("normal", 4, 11), toy_law("holes", 4, 12)
+    stops = frozenset({1, 3})
+    round_ = Round(target, draft, 3, params, stop_token_ids=stops)
+    assert_round_has_the_targets_law(round_)
+    for num_before, probs in enumerate(round_.target_probs):
+        assert (probs[:, [1, 3]].sum() == 0.0) == (num_before < min_tokens)
 
 
 def test_penalties_see_the_tokens_drafted_before_in_the_same_block():

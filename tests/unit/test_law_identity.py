@@ -35,6 +35,7 @@ FIELDS = {
     "top-p": {"top_p": 0.7, "temperature": 1.3},
     "min-p": {"min_p": 0.2, "temperature": 0.8},
     "top-k": {"top_k": 3},
+    "bad words": {"bad_words": ((2,), (3, 1), (0, 0, 4), (6, 6))},
     "everything": {
         "temperature": 1.2,
         "top_k": 6,
@@ -44,6 +45,7 @@ FIELDS = {
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
         "logit_bias": ((1, -0.5),),
+        "bad_words": ((7, 3), (4,)),
     },
 }
 PROMPTS = ((3, 1), (0,), (5, 6, 7, 0, 2, 4, 4, 4, 1, 2))
@@ -280,6 +282,64 @@ async def test_tokens_outside_the_top_k_never_appear(mode, draft):
         for token in result.token_ids:
             assert law(context[-2:])[token] > 0.0
             context += (token,)
+
+
+# Exclusions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("mode", list(VerificationMode))
+async def test_bad_words_never_appear_and_their_parts_do(mode, draft):
+    words = ((2,), (3, 1), (6, 6, 0))
+    requests = [
+        generation(
+            seed, SamplingParams(mode=mode, seed=seed, bad_words=words, temperature=2.0), max_tokens=99
+        )
+        for seed in range(6)
+    ]
+    said = []
+    for result in await generate_all(app_config(5), TARGET, DRAFTS[draft], requests):
+        assert result.num_drafted > 0
+        text = result.token_ids
+        said += text
+        for word in words:
+            assert word not in [text[i : i + len(word)] for i in range(len(text))]
+    assert mode is GREEDY or {3, 1, 6, 0} <= set(said)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("mode", list(VerificationMode))
+async def test_no_stop_token_before_min_tokens(mode, draft):
+    """A34: whatever part of a block the stop would fall into."""
+    stops = (0, 3, 4, 5)
+    requests = [
+        generation(
+            f"{least} {seed}",
+            SamplingParams(mode=mode, seed=seed, min_tokens=least),
+            max_tokens=40,
+            stop_token_ids=stops,
+        )
+        for least in (0, 1, 5, 9, 40)
+        for seed in range(6)
+    ]
+    results = await generate_all(app_config(4), TARGET, DRAFTS[draft], requests)
+    for request, result in zip(requests, results, strict=True):
+        *before, last = result.token_ids
+        assert not set(before).intersection(stops)
+        assert len(result.token_ids) > request.sampling.min_tokens or len(result.token_ids) == 40
+        assert (last in stops) == (result.finish_reason == "stop")
+        if mode is not REJECTION:
+            assert result.token_ids == reference_ids(request)
+    lengths = {len(result.token_ids) for result in results}
+    assert 40 in lengths and len(lengths) > (2 if mode is GREEDY else 4)
+
+
+async def test_a_token_is_said_even_if_every_one_is_excluded():
+    words = tuple((token,) for token in range(VOCAB_SIZE))
+    request = generation("all", SamplingParams(mode=GREEDY, bad_words=words), max_tokens=5)
+    (result,) = await generate_all(app_config(2), TARGET, TARGET, [request])
+    plain = generation("plain", SamplingParams(mode=GREEDY), max_tokens=5)
+    assert result.token_ids == reference_ids(plain)
 
 
 # Seeds ------------------------------------------------------------------------------------------------------

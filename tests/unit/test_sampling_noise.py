@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from specdec.kernels import noise as kernels
 from specdec.sampling import drawing, noise
-from specdec.sampling.noise import Purpose, exponentials, uniform
+from specdec.sampling.noise import Purpose, exponentials, philox_key, uniform
 from specdec.sampling.verification import race
 from tests.laws import MIN_P_VALUE
 
@@ -198,3 +199,12 @@ def test_the_accepting_draw_is_uncorrelated_with_the_draws_of_tokens():
         for token in range(rows.shape[1]):
             correlation = np.corrcoef(accepting, rows[:, token])[0, 1]
             assert abs(correlation) < 5 / math.sqrt(len(KEYS))
+
+
+def test_a_uniform_is_the_generators_first_word_whatever_was_drawn_before() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        seed, position, purpose = rng.randrange(2**64), rng.randrange(2**40), rng.choice(list(Purpose))
+        key = np.array(philox_key(seed, position, purpose), dtype=np.uint64)
+        word = int(np.random.Philox(key=key).random_raw())
+        assert uniform(seed, position, purpose) == (word >> 11) * 2.0**-53

@@ -65,6 +65,18 @@ def test_auto_changes_its_mind_when_the_world_does():
     assert world.share("serial") > 0.8
 
 
+def test_a_slump_is_looked_into_at_once():
+    """Trials are rare after a long time; a way that suddenly takes twice as long does not wait for the next."""
+    policy = AdaptivePipeline(WAYS)
+    is_slow = False
+    world = World(policy, lambda way: 0.032 if is_slow and way == "lookahead" else 0.016, noise=0.0)
+    world.run(400 * (WINDOW_ROUNDS + 2))
+    is_slow = True
+    world.rounds = dict.fromkeys(WAYS, 0)
+    world.run(8 * (WINDOW_ROUNDS + 2))
+    assert policy.overlap != "lookahead"
+
+
 def test_a_difference_within_the_noise_changes_nothing():
     world = World(AdaptivePipeline(WAYS), lambda way: 0.016, noise=0.01)
     world.run(300 * WINDOW_ROUNDS)

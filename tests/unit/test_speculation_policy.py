@@ -8,18 +8,32 @@ from dataclasses import dataclass
 import pytest
 
 from specdec.speculation.acceptance import INITIAL_RATE, SmoothedAcceptance
-from specdec.speculation.cost_model import FORGOTTEN_AFTER, RoundCosts, TimeCurve
+from specdec.speculation.cost_model import (
+    CHEAPEST_HOPE,
+    FORGOTTEN_AFTER,
+    HOPE_AFTER,
+    RoundCosts,
+    TimeCurve,
+)
 from specdec.speculation.policy import (
     LAST_PROBE_AFTER,
     PROBED_SEQUENCES,
     AdaptiveGamma,
-    Candidate,
     FixedGamma,
     expected_tokens,
 )
 
 MAX_GAMMA = 8
 UNLIMITED = 1_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """See `specdec.speculation.policy.Candidate`."""
+
+    acceptance_rate: float
+    num_missing: int
+    max_gamma: int
 
 
 @dataclass
@@ -98,6 +112,7 @@ WORLDS = [
     for draft_step_s, verify_s, per_token_s, batch_size in (
         (0.002, 0.016, 0.0, 1),
         (0.008, 0.016, 0.0, 1),
+        (0.006, 0.016, 0.0, 1),
         (0.030, 0.016, 0.0, 1),
         (0.002, 0.008, 0.0006, 8),
         (0.003, 0.008, 0.0006, 32),
@@ -126,7 +141,7 @@ def test_a_draft_that_becomes_good_is_found_out() -> None:
     world.play(policy, 6 * LAST_PROBE_AFTER)
     before = world.num_drafting
     world.play(policy, 100)
-    assert world.num_drafting - before == 100
+    assert world.num_drafting - before >= 98  # what plain rounds take is looked at again now and then
 
 
 def test_it_stops_when_the_target_gets_busy_and_starts_again_afterwards() -> None:
@@ -252,3 +267,52 @@ def test_outliers_do_not_count_until_they_are_the_rule() -> None:
     assert curve.at(1) == 1.0
     curve.add(1, 100.0)
     assert curve.at(1) > 20.0
+
+
+def test_drafts_that_are_there_at_once_or_not_at_all_are_timed_by_their_mean() -> None:
+    costs = RoundCosts(is_ahead=True)
+    for number in range(500):
+        costs.on_proposed(1, 2, 0.012 if number % 5 == 0 else 0.001)
+    assert costs.propose_s(1, 2) == pytest.approx(0.0032, rel=0.2)
+
+
+def test_drafts_that_come_short_promise_less() -> None:
+    """Asked for eight tokens it has two: then those that cost nothing more are better asked for."""
+    choices = []
+    for share in (0.25, 1.0):
+        costs = RoundCosts(is_ahead=True)
+        for num_tokens in range(1, MAX_GAMMA + 2):
+            costs.on_verified(num_tokens, 0.016)
+        for _ in range(100):
+            costs.on_proposed(1, 8, 0.004, drafted_share=share)
+            costs.on_proposed(1, 3, 0.002)
+        assert costs.drafted_share(8) == pytest.approx(share)
+        assert costs.drafted_share(3) == 1.0
+        choices += AdaptiveGamma(MAX_GAMMA, costs).choose([Candidate(0.9, 1, UNLIMITED)])
+    assert choices[0] < MAX_GAMMA
+    assert choices[1] == MAX_GAMMA
+
+
+def test_what_was_not_drafted_for_long_is_hoped_to_cost_less_but_not_nothing() -> None:
+    costs = RoundCosts()
+    costs.on_proposed(1, 4, 0.010)
+    for _ in range(1000):
+        costs.on_proposed(1, 1, 0.002)
+    assert CHEAPEST_HOPE * 0.010 < costs.propose_s(1, 4) < 0.009
+    for _ in range(HOPE_AFTER):
+        costs.on_proposed(1, 1, 0.002)
+    assert costs.propose_s(1, 4) == pytest.approx(CHEAPEST_HOPE * 0.010)
+    assert costs.propose_s(1, 1) == pytest.approx(0.002)
+
+
+def test_an_unlucky_moment_does_not_end_a_draft_that_pays() -> None:
+    """Between what it takes to begin and what it takes to go on, things stay as they are."""
+    costs = RoundCosts()
+    for num_tokens in (1, 2):
+        costs.on_verified(num_tokens, 0.016)
+    costs.on_proposed(1, 1, 0.004)
+    lucky, unlucky = [Candidate(0.30, 1, 1)], [Candidate(0.25, 1, 1)]
+    begun, not_begun = AdaptiveGamma(1, costs), AdaptiveGamma(1, costs)
+    assert [begun.choose(lucky) for _ in range(8)] == [[1]] * 8
+    assert begun.choose(unlucky) == [1]
+    assert not_begun.choose(unlucky) == [0]

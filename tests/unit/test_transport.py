@@ -48,7 +48,7 @@ class Callee:
         return value
 
     async def refuse(self) -> None:
-        raise TooManyRequests("full", "n")
+        raise TooManyRequests("full", "n", retry_after_s=7.5)
 
     async def break_(self) -> None:
         raise RuntimeError("CUDA error")
@@ -103,6 +103,7 @@ async def test_what_a_method_raises_on_purpose_arrives_as_it_is() -> None:
         with pytest.raises(TooManyRequests) as caught:
             await channel.call(REFUSE, timeout_s=10)
         assert (caught.value.message, caught.value.param) == ("full", "n")
+        assert caught.value.retry_after_s == 7.5
 
 
 async def test_anything_else_is_a_failed_call_and_the_connection_goes_on() -> None:

@@ -50,6 +50,16 @@ class GenerationServiceStub:
                 request_serializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/specdec.v1.GenerationService/Tokenize',
+                request_serializer=specdec_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/specdec.v1.GenerationService/Detokenize',
+                request_serializer=specdec_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -63,8 +73,9 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Answers with what each verification round committed. The texts of all messages, joined, equal
-        GenerateResponse.text; likewise the token ids. Every request error comes before the first message.
+        """Answers with what each verification round committed. The texts of all messages of one choice, joined, equal
+        Choice.text; likewise the token ids and log-probabilities. The messages of several choices interleave. What
+        is wrong with a request is told before the first message.
         Cancelling the call frees the sequence on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -73,6 +84,20 @@ class GenerationServiceServicer:
 
     def GetModelInfo(self, request, context):
         """What is served here. Answers also while no worker is ready; readiness is the health service's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The token ids that a request with this prompt would begin with; there may be none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, special tokens included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +120,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=specdec_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=specdec_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +213,60 @@ class GenerationService:
             '/specdec.v1.GenerationService/GetModelInfo',
             specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.GenerationService/Tokenize',
+            specdec_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            specdec_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.GenerationService/Detokenize',
+            specdec_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            specdec_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

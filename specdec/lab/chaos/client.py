@@ -110,13 +110,14 @@ class Client:
         answer.token_ids = []
         message = grpc_request(request)
         if not request.is_streamed:
-            _take_grpc(answer, await self._stub.Generate(message))
+            whole = await self._stub.Generate(message)
+            _take_grpc(answer, whole.choices[0], whole.speculative_metrics)
             return
         call = self._stub.GenerateStream(message)
         try:
             async for chunk in call:
                 answer.on_event()
-                _take_grpc(answer, chunk)
+                _take_grpc(answer, chunk, chunk.speculative_metrics)
         finally:
             call.cancel()
 
@@ -155,9 +156,10 @@ def _take_http(answer: Answer, content: dict[str, Any]) -> None:
     answer.num_accepted_draft_tokens += counters.get("num_accepted_draft_tokens", 0)
 
 
-def _take_grpc(answer: Answer, message: Any) -> None:
-    answer.texts.append(message.text)
+def _take_grpc(answer: Answer, part: Any, metrics: Any) -> None:
+    """A whole choice, or a message of a stream."""
+    answer.texts.append(part.text)
     if answer.token_ids is not None:
-        answer.token_ids.extend(message.token_ids)
-    answer.num_draft_tokens += message.speculative_metrics.num_draft_tokens
-    answer.num_accepted_draft_tokens += message.speculative_metrics.num_accepted_draft_tokens
+        answer.token_ids.extend(part.token_ids)
+    answer.num_draft_tokens += metrics.num_draft_tokens
+    answer.num_accepted_draft_tokens += metrics.num_accepted_draft_tokens

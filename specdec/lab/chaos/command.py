@@ -12,7 +12,7 @@ from rich.markup import escape
 from specdec.lab.chaos.errors import ChaosError
 
 if TYPE_CHECKING:
-    from specdec.lab.chaos.plan import Action, Plan
+    from specdec.lab.chaos.plan import Action, Pair, Plan
     from specdec.lab.chaos.run import Outcome
 
 
@@ -20,11 +20,12 @@ def chaos(
     minutes: Annotated[float, typer.Option(min=0.1, help="Of load under faults.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Of requests and faults.")] = 0,
     streams: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
-    faults: Annotated[str, typer.Option(help="kill, hang, or both.")] = "kill,hang",
+    faults: Annotated[str, typer.Option(help="Any of kill, hang and scale.")] = "kill,hang,scale",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults, on average.")] = 6.0,
     coordinators: Annotated[int, typer.Option(min=1)] = 2,
     drafts: Annotated[int, typer.Option(min=1)] = 2,
     targets: Annotated[int, typer.Option(min=1)] = 2,
+    pair: Annotated[str, typer.Option(help="simulated, or smollm2 (float32, slow).")] = "simulated",
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the deployment, as for serve."),
@@ -34,7 +35,7 @@ def chaos(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
 ) -> None:
-    """Kill and hang processes of a simulated deployment under load, and compare every text."""
+    """Kill, hang and scale what serves streams, and compare every text with its undisturbed one."""
     # Imported here: the other commands need no gRPC.
     from specdec.lab.chaos import report
     from specdec.lab.chaos.plan import FleetSize, Plan
@@ -46,6 +47,7 @@ def chaos(
         actions=parse_faults(faults),
         interval_s=interval,
         fleet=FleetSize(num_coordinators=coordinators, num_drafts=drafts, num_targets=targets),
+        pair=parse_pair(pair),
     )
     outcome = _serve_and_run(plan, setting or [], logs)
     result = report.make_report(outcome)
@@ -73,7 +75,7 @@ def _serve_and_run(plan: Plan, settings: list[str], logs: Path | None) -> Outcom
     with (
         tempfile.TemporaryDirectory(prefix="specdec-chaos-") as folder,
         console.status("starting") as status,
-        ServerProcess(logs or Path(folder), plan.fleet, settings) as server,
+        ServerProcess(logs or Path(folder), plan.fleet, settings, plan.pair) as server,
     ):
 
         def on_step(text: str) -> None:
@@ -84,13 +86,29 @@ def _serve_and_run(plan: Plan, settings: list[str], logs: Path | None) -> Outcom
 
 
 def parse_faults(text: str) -> tuple[Action, ...]:
-    """``kill,hang`` as actions: a hang may end, or last until the process is replaced.
+    """``kill,hang,scale`` as actions: a hang may end, or last until the process is replaced.
 
     Raises:
         ChaosError: another word, or none.
     """
-    actions: dict[str, tuple[Action, ...]] = {"kill": ("kill",), "hang": ("hang", "freeze")}
+    actions: dict[str, tuple[Action, ...]] = {
+        "kill": ("kill",),
+        "hang": ("hang", "freeze"),
+        "scale": ("scale-up", "scale-down"),
+    }
     words = [word.strip() for word in text.split(",")]
     if not set(words) <= set(actions):
-        raise ChaosError(f"--faults {text!r}: kill, hang, or both separated by a comma, are expected")
+        raise ChaosError(f"--faults {text!r}: {', '.join(actions)} are there, separated by commas")
     return tuple(action for name, members in actions.items() if name in words for action in members)
+
+
+def parse_pair(text: str) -> Pair:
+    """The name of a pair.
+
+    Raises:
+        ChaosError: another name.
+    """
+    pairs: dict[str, Pair] = {"simulated": "simulated", "smollm2": "smollm2"}
+    if text not in pairs:
+        raise ChaosError(f"--pair {text!r}: {' or '.join(pairs)} is expected")
+    return pairs[text]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.lab.chaos.plan import ROLES, Action, Plan, Role
+from specdec.lab.chaos.plan import ROLES, SCALED_ROLES, SCALINGS, Action, Plan, Role
 
 SHORTEST_HANG_S = 0.3
 LONGEST_HANG_S = 10.0
@@ -28,13 +28,17 @@ class Fault:
     role: Role
     action: Action
     pick: float
-    """Which of the replicas, as a fraction of them."""
+    """Which of the replicas, as a fraction of them; of a scale-down that is Serve's to say."""
     hang_s: float | None = None
     """Of a hang: until the process goes on."""
 
     @property
     def kind(self) -> str:
         return f"{self.action} {self.role}"
+
+    @property
+    def is_scaling(self) -> bool:
+        return self.action in SCALINGS
 
 
 def make_schedule(plan: Plan) -> tuple[Fault, ...]:
@@ -54,7 +58,12 @@ def make_schedule(plan: Plan) -> tuple[Fault, ...]:
 
 def _kinds(actions: Sequence[Action], rng: random.Random) -> Iterator[tuple[Role, Action]]:
     while actions:
-        deck = [(role, action) for role in ROLES for action in actions]
+        deck = [
+            (role, action)
+            for role in ROLES
+            for action in actions
+            if role in SCALED_ROLES or action not in SCALINGS
+        ]
         rng.shuffle(deck)
         yield from deck
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.lab.bench.http import Endpoint
 from specdec.lab.chaos import faults
 from specdec.lab.chaos.faults import Fault
-from specdec.lab.chaos.plan import FleetSize
+from specdec.lab.chaos.plan import SCALED_ROLES, FleetSize, Role
 from specdec.lab.chaos.status import Replica, Snapshot, read_snapshot
 
 WATCH_S = 0.25
@@ -23,7 +23,8 @@ class Hit:
     """One fault that was inflicted. Times are of the monotonic clock."""
 
     fault: Fault
-    victim: Replica
+    victim: Replica | None
+    """None of a scaling."""
     at_s: float
     num_open: int
     """Requests in flight."""
@@ -41,14 +42,16 @@ class Hit:
     @property
     def is_process_left(self) -> bool:
         """Whether a victim that should be gone still exists."""
-        return self.fault.action != "hang" and faults.is_replica(self.victim.pid, self.fault.role)
+        if self.victim is None or self.fault.action == "hang":
+            return False
+        return faults.is_replica(self.victim.pid, self.fault.role)
 
     def has_recovered(self, snapshot: Snapshot, fleet: FleetSize) -> bool:
         """Whether the role is complete, without the victim unless that went on."""
         if self.fault.action == "hang" and self.resumed_at_s is None:
             return False
-        replicas = snapshot.replicas(self.fault.role)
-        is_back = self.fault.action == "hang" or self.victim.pid not in [one.pid for one in replicas]
+        pids = [replica.pid for replica in snapshot.replicas(self.fault.role)]
+        is_back = self.fault.action == "hang" or self.victim is None or self.victim.pid not in pids
         return is_back and snapshot.is_complete(self.fault.role, fleet)
 
 
@@ -57,7 +60,8 @@ class Injector:
 
     Args:
         endpoint: of the server.
-        fleet: what a healthy deployment has.
+        fleet: what a healthy deployment has, before any scaling.
+        resize: has a role served by another number of replicas from now on.
         count_open: how many requests are in flight.
         on_hit: told of every fault.
     """
@@ -66,13 +70,17 @@ class Injector:
         self,
         endpoint: Endpoint,
         fleet: FleetSize,
+        resize: Callable[[Role, int], Awaitable[None]],
         count_open: Callable[[], int],
         on_hit: Callable[[Hit], object] = lambda _: None,
     ) -> None:
         self.hits: list[Hit] = []
         self.num_left_out = 0
+        self.fleet = fleet
+        """As scaled last."""
         self._endpoint = endpoint
-        self._fleet = fleet
+        self._planned = fleet
+        self._resize = resize
         self._count_open = count_open
         self._on_hit = on_hit
         self._resuming: set[asyncio.Task[None]] = set()
@@ -81,7 +89,15 @@ class Injector:
         """Each in its time; ``started_s`` is of the monotonic clock."""
         for fault in schedule:
             await asyncio.sleep(max(0.0, started_s + fault.at_s - time.monotonic()))
-            await self._inflict(fault)
+            await (self._rescale(fault) if fault.is_scaling else self._inflict(fault))
+
+    async def restore(self) -> None:
+        """As many replicas again as were planned."""
+        for role in SCALED_ROLES:
+            number = self._planned.of(role)
+            if self.fleet.of(role) != number:
+                self.fleet = self.fleet.with_number(role, number)
+                await self._resize(role, number)
 
     async def watch_forever(self) -> None:
         """Note when faults have been made good."""
@@ -94,7 +110,7 @@ class Injector:
         if snapshot is None:
             return
         for hit in self.hits:
-            if hit.recovered_at_s is None and hit.has_recovered(snapshot, self._fleet):
+            if hit.recovered_at_s is None and hit.has_recovered(snapshot, self.fleet):
                 hit.recovered_at_s = time.monotonic()
 
     def resume_all(self) -> None:
@@ -102,8 +118,30 @@ class Injector:
         for task in self._resuming:
             task.cancel()
         for hit in self.hits:
-            if hit.fault.action != "kill":
+            if hit.victim is not None and hit.fault.action != "kill":
                 faults.resume(hit.victim.pid, hit.fault.role)
+
+    async def _rescale(self, fault: Fault) -> None:
+        """One replica more or less than now, and than planned at most."""
+        await self._wait_for_scalings(fault.role)
+        number = self.fleet.of(fault.role) + (1 if fault.action == "scale-up" else -1)
+        if number < 1 or abs(number - self._planned.of(fault.role)) > 1:
+            self.num_left_out += 1
+            return
+        hit = Hit(fault, None, time.monotonic(), self._count_open())
+        self.fleet = self.fleet.with_number(fault.role, number)
+        self.hits.append(hit)
+        self._on_hit(hit)
+        await self._resize(fault.role, number)
+
+    async def _wait_for_scalings(self, role: Role) -> None:
+        """Until those of a role that went before have been made good, but not for ever."""
+        deadline_s = time.monotonic() + VICTIM_LIMIT_S
+        while time.monotonic() < deadline_s:
+            scalings = [hit for hit in self.hits if hit.fault.is_scaling and hit.fault.role == role]
+            if all(hit.recovered_at_s is not None for hit in scalings):
+                return
+            await asyncio.sleep(WATCH_S)
 
     async def _inflict(self, fault: Fault) -> None:
         victim = await self._find_victim(fault)
@@ -114,13 +152,13 @@ class Injector:
         self.hits.append(hit)
         self._on_hit(hit)
         if fault.hang_s is not None:
-            task = asyncio.get_running_loop().create_task(self._resume_later(hit, fault.hang_s))
+            task = asyncio.get_running_loop().create_task(self._resume_later(hit, victim, fault.hang_s))
             self._resuming.add(task)
             task.add_done_callback(self._resuming.discard)
 
-    async def _resume_later(self, hit: Hit, hang_s: float) -> None:
+    async def _resume_later(self, hit: Hit, victim: Replica, hang_s: float) -> None:
         await asyncio.sleep(hang_s)
-        hit.was_replaced = not faults.resume(hit.victim.pid, hit.fault.role)
+        hit.was_replaced = not faults.resume(victim.pid, victim.role)
         hit.resumed_at_s = time.monotonic()
 
     async def _find_victim(self, fault: Fault) -> Replica | None:
@@ -139,7 +177,8 @@ class Injector:
         stopped = {
             hit.victim.pid
             for hit in self.hits
-            if hit.fault.action == "freeze" or (hit.fault.action == "hang" and hit.resumed_at_s is None)
+            if hit.victim is not None
+            and (hit.fault.action == "freeze" or (hit.fault.action == "hang" and hit.resumed_at_s is None))
         }
         return [
             replica

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Role = Literal["draft", "target", "coordinator"]
-Action = Literal["kill", "hang", "freeze"]
-"""``hang``: stopped, and continued after a while. ``freeze``: stopped for good, so it has to be replaced."""
+Action = Literal["kill", "hang", "freeze", "scale-up", "scale-down"]
+"""``hang``: stopped, and continued after a while. ``freeze``: stopped for good, so it has to be replaced.
+``scale-up`` and ``scale-down``: one replica more or less, asked for as an operator does."""
+Pair = Literal["simulated", "smollm2"]
 
 ROLES: tuple[Role, ...] = ("draft", "target", "coordinator")
+SCALED_ROLES: tuple[Role, ...] = ("draft", "target")
+SCALINGS: tuple[Action, ...] = ("scale-up", "scale-down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,10 @@ class FleetSize:
         """Replicas of one role."""
         sizes = {"draft": self.num_drafts, "target": self.num_targets, "coordinator": self.num_coordinators}
         return sizes[role]
+
+    def with_number(self, role: Role, number: int) -> FleetSize:
+        """The same with another number of replicas of one role."""
+        return replace(self, **{f"num_{role}s": number})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,4 +48,6 @@ class Plan:
     """Between two faults, on average."""
     num_questions: int = 24
     """Different texts."""
+    pair: Pair = "simulated"
+    """``smollm2``: the embedded pair in float32, whose texts do not depend on what is computed together."""
     fleet: FleetSize = field(default_factory=FleetSize)

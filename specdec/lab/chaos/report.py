@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -59,7 +60,8 @@ class FaultLine:
     kind: str
     at_s: float
     """Since the first fault."""
-    pid: int
+    pid: int | None
+    """None of a scaling."""
     num_sequences: int
     """Of the victim, at that time."""
     num_open: int
@@ -67,7 +69,7 @@ class FaultLine:
     hang_s: float | None
     """Until it went on; None where it never did."""
     was_replaced: bool
-    """It was no hang, or Serve did not wait for its end."""
+    """It was killed or frozen, or Serve did not wait for the end of its hang."""
     num_paused: int
     """Streams that were silent for longer than usual from then on."""
     pause_s: float
@@ -172,22 +174,23 @@ def _describe(record: Record) -> str:
 
 
 def _fault_line(hit: Hit, first_s: float, records: Sequence[Record]) -> FaultLine:
+    # A scaling takes its time: whatever happens until it is over may be of its making.
+    last_onset_s = (hit.recovered_at_s or math.inf) if hit.fault.is_scaling else hit.at_s + ONSET_S
     durations_s = [
         pause.duration_s
         for record in records
         if record.answer is not None
         for pause in record.answer.pauses
-        if pause.from_s <= hit.at_s + ONSET_S and pause.to_s >= hit.at_s
+        if pause.from_s <= last_onset_s and pause.to_s >= hit.at_s
     ]
-    is_hang = hit.fault.action == "hang"
     return FaultLine(
         kind=hit.fault.kind,
         at_s=hit.at_s - first_s,
-        pid=hit.victim.pid,
-        num_sequences=hit.victim.num_sequences,
+        pid=None if hit.victim is None else hit.victim.pid,
+        num_sequences=0 if hit.victim is None else hit.victim.num_sequences,
         num_open=hit.num_open,
         hang_s=hit.fault.hang_s,
-        was_replaced=hit.was_replaced or not is_hang,
+        was_replaced=hit.was_replaced or hit.fault.action in ("kill", "freeze"),
         num_paused=len(durations_s),
         pause_s=max(durations_s, default=0.0),
         recovery_s=hit.recovery_s,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from specdec.gateway.proto import generation_pb2 as pb
+from specdec.lab.chaos.plan import Pair
 
 VOCAB_SIZE = 200
 """Words of the simulated models: ``w0`` to ``w199``."""
-MAX_PROMPT_TOKENS = 900
-"""Longer than a prefill chunk, so that faults meet prompts halfway."""
-MAX_OUTPUT_TOKENS = 320
 LEAVING_SHARE = 0.15
 """Of requests whose client leaves before the end."""
 MAX_STAY_S = 3.0
@@ -24,6 +23,23 @@ Pipeline = Literal["serial", "lookahead"]
 _PIPELINES = {"serial": pb.PIPELINE_SERIAL, "lookahead": pb.PIPELINE_LOOKAHEAD}
 _FIRST_STOP_WORD = 20
 """Words below are the beginnings of others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Bounds of questions, in tokens."""
+
+    max_prompt: int
+    min_output: int
+    max_output: int
+
+
+LENGTHS: Mapping[Pair, Lengths] = {
+    # Prompts longer than a prefill chunk, so that faults meet them halfway.
+    "simulated": Lengths(max_prompt=900, min_output=40, max_output=320),
+    # A word of a prompt is several of its tokens, and a step takes three times as long.
+    "smollm2": Lengths(max_prompt=60, min_output=24, max_output=96),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +80,21 @@ class Request:
     """The client goes away then; None stays to the end."""
 
 
-def make_questions(count: int, seed: int) -> tuple[Question, ...]:
+def make_questions(count: int, seed: int, lengths: Lengths = LENGTHS["simulated"]) -> tuple[Question, ...]:
     """Different prompts, lengths, laws and ends; every second one greedy."""
     rng = random.Random(f"questions {seed}")
-    return tuple(_make_question(number, rng) for number in range(count))
+    return tuple(_make_question(number, rng, lengths) for number in range(count))
 
 
-def _make_question(number: int, rng: random.Random) -> Question:
+def _make_question(number: int, rng: random.Random, lengths: Lengths) -> Question:
     forms: tuple[Form, ...] = ("chat", "text", "token_ids")
     # Most prompts are short, a few span several prefill chunks.
-    num_prompt = int(4 * (MAX_PROMPT_TOKENS / 4) ** (rng.random() ** 2))
+    num_prompt = int(4 * (lengths.max_prompt / 4) ** (rng.random() ** 2))
     return Question(
         number=number,
         form=rng.choice(forms),
         prompt_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)),
-        max_tokens=rng.randint(40, MAX_OUTPUT_TOKENS),
+        max_tokens=rng.randint(lengths.min_output, lengths.max_output),
         seed=None if number % 2 == 0 else rng.randrange(2**31),
         frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
         repetition_penalty=rng.choice((1.0, 1.0, 1.2)),

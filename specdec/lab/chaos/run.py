@@ -13,7 +13,7 @@ from specdec.lab.chaos.client import Answer, Client
 from specdec.lab.chaos.faults import make_schedule
 from specdec.lab.chaos.injector import WATCH_S, Hit, Injector
 from specdec.lab.chaos.plan import Plan
-from specdec.lab.chaos.requests import Protocol, Question, Request, draw_request, make_questions
+from specdec.lab.chaos.requests import LENGTHS, Protocol, Question, Request, draw_request, make_questions
 from specdec.lab.chaos.server import ServerProcess
 from specdec.lab.chaos.status import Snapshot, read_snapshot
 from specdec.lab.chaos.texts import NUM_AT_ONCE, References, undisturbed
@@ -74,13 +74,17 @@ async def run_chaos(
         ChaosError: texts are not reproducible without faults.
     """
     client = Client(server.endpoint, server.grpc_address)
-    questions = make_questions(plan.num_questions, plan.seed)
+    questions = make_questions(plan.num_questions, plan.seed, LENGTHS[plan.pair])
     try:
         on_step(f"{len(questions)} undisturbed texts, each twice")
         references = await undisturbed(client, questions)
         load = _Load(client, questions, references, plan)
         injector = Injector(
-            server.endpoint, plan.fleet, load.count_open, lambda hit: on_step(_hit_line(hit, load))
+            server.endpoint,
+            plan.fleet,
+            server.resize,
+            load.count_open,
+            lambda hit: on_step(_hit_line(hit, load)),
         )
         try:
             return await _run(server, plan, load, injector, on_step)
@@ -97,6 +101,7 @@ async def _run(
     try:
         on_step(f"{plan.num_streams} streams")
         await asyncio.gather(load.run(), injector.inflict_all(make_schedule(plan), time.monotonic()))
+        await injector.restore()
         on_step("waiting until all replicas are there")
         recovery_s, missing = await _until(
             lambda snapshot: [*snapshot.missing(plan.fleet), *_open_hits(injector.hits)],
@@ -125,17 +130,18 @@ async def _run(
 
 
 def _hit_line(hit: Hit, load: _Load) -> str:
-    return (
-        f"{hit.fault.kind} (pid {hit.victim.pid}, {hit.victim.num_sequences} sequences), "
-        f"{len(load.records)} requests so far"
-    )
+    victim = hit.victim
+    whom = "" if victim is None else f" (pid {victim.pid}, {victim.num_sequences} sequences)"
+    return f"{hit.fault.kind}{whom}, {len(load.records)} requests so far"
 
 
 def _open_hits(hits: Sequence[Hit]) -> list[str]:
     """Faults not made good, and processes that should be gone."""
     lines = [f"{hit.fault.kind} not made good" for hit in hits if hit.recovered_at_s is None]
     return lines + [
-        f"process {hit.victim.pid} left over from {hit.fault.kind}" for hit in hits if hit.is_process_left
+        f"process {hit.victim.pid} left over from {hit.fault.kind}"
+        for hit in hits
+        if hit.victim is not None and hit.is_process_left
     ]
 
 

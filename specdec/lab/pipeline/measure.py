@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 import uuid
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from specdec.config import SimulationConfig
@@ -56,7 +57,9 @@ class Measured:
 
 
 @dataclass(slots=True)
-class _Counts:
+class Counts:
+    """Of all sequences, since the counting began."""
+
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -76,15 +79,10 @@ async def measure(
     counted_s: float,
 ) -> Measured:
     """Keep ``num_sequences`` running; count what ``counted_s`` seconds commit, after ``warm_up_s``."""
-    counts = _Counts()
-    tasks = [
-        asyncio.create_task(_generate(backend, _request(choice, simulation, number), counts))
-        for number in range(num_sequences)
-    ]
-    try:
-        await _sleep_beside(tasks, warm_up_s)
+    async with generating(backend, choice, simulation, num_sequences) as counts:
+        await asyncio.sleep(warm_up_s)
         _reset(counts)
-        await _sleep_beside(tasks, counted_s)
+        await asyncio.sleep(counted_s)
         elapsed_s = time.perf_counter() - counts.since_s
         return Measured(
             tokens_per_s=counts.tokens / elapsed_s,
@@ -93,20 +91,28 @@ async def measure(
             acceptance_rate=counts.accepted / max(1, counts.drafted),
             prepared_rate=counts.prepared / max(1, counts.blocks),
         )
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _sleep_beside(tasks: list[asyncio.Task[None]], seconds: float) -> None:
-    """Wait, or raise what one of the requests failed with."""
-    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
+@asynccontextmanager
+async def generating(
+    backend: Backend, choice: Choice, simulation: SimulationConfig, num_sequences: int
+) -> AsyncIterator[Counts]:
+    """Keep so many sequences running while the context lasts; what one of them fails with ends it."""
+    counts = Counts()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_generate(backend, _request(choice, simulation, number), counts))
+                for number in range(num_sequences)
+            ]
+            yield counts
+            for task in tasks:
+                task.cancel()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
 
 
-def _reset(counts: _Counts) -> None:
+def _reset(counts: Counts) -> None:
     counts.tokens = counts.rounds = counts.drafted = counts.accepted = counts.blocks = counts.prepared = 0
     counts.since_s = time.perf_counter()
 
@@ -128,7 +134,7 @@ def _request(choice: Choice, simulation: SimulationConfig, number: int) -> Gener
     )
 
 
-async def _generate(backend: Backend, request: GenerationRequest, counts: _Counts) -> None:
+async def _generate(backend: Backend, request: GenerationRequest, counts: Counts) -> None:
     async with aclosing(backend.generate(request, lambda: 0.0)) as batches:
         async for batch in batches:
             for chunk in batch:

@@ -22,6 +22,8 @@ class Scenario:
     name: str
     simulation: SimulationConfig
     num_sequences: int
+    num_targets: int = 1
+    num_drafts: int = 1
     choices: tuple[Choice, ...]
     """With a number for gamma: of the deployment whose gamma is fixed and high; else of one that adapts."""
 
@@ -55,15 +57,20 @@ Results = Mapping[tuple[str, Choice], Measured]
 
 
 def simulation(
-    alpha: float, draft_s: float, target_s: float, law: str = "greedy", token_s: float = 0.0
+    alpha: float,
+    draft_s: float,
+    target_s: float,
+    law: str = "greedy",
+    token_s: float = 0.0,
+    draft_token_s: float = 0.0,
 ) -> SimulationConfig:
-    """Two devices: seconds of a draft step and of a verification, and of each token of that."""
+    """Two devices: seconds of a draft step and of a verification, and of each token of these."""
     return SimulationConfig.model_validate(
         {
             "law": law,
             "acceptance_rate": alpha,
             "max_context": 1_000_000,
-            "draft": StepTimes(step_s=draft_s),
+            "draft": StepTimes(step_s=draft_s, token_s=draft_token_s),
             "target": StepTimes(step_s=target_s, token_s=token_s),
         }
     )

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rich.table import Table
 
@@ -21,7 +21,8 @@ from specdec import __version__
 from specdec.gateway.backend import Backend
 from specdec.lab.errors import BenchError
 from specdec.lab.pipeline.measure import Choice, Measured, measure
-from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario, figures
+from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario
+from specdec.types import Pipeline
 
 READY_TIMEOUT_S = 30.0
 MAX_ATTEMPTS = 2
@@ -43,6 +44,7 @@ Attach = Callable[[dict[str, object]], AbstractContextManager[Callable[[], Start
 """Serves a deployment file's tree while the context lasts, and makes a way in."""
 Results = dict[tuple[str, Choice], Measured]
 Samples = dict[Choice, list[Measured]]
+Found = TypeVar("Found")
 
 
 def run(
@@ -68,14 +70,14 @@ def run(
             if not choices:
                 continue
             on_step(f"{scenario.name}, γ = {gamma}: {len(choices)} choices")
-            samples = _in_process_of_its_own(
+            samples = in_process_of_its_own(
                 _measure_deployment, scenario, choices, gamma, attach, rounds, counted_s
             )
             results |= {(scenario.name, choice): _median(measured) for choice, measured in samples.items()}
     return results
 
 
-def _in_process_of_its_own(function: Callable[..., Samples], *args: object) -> Samples:
+def in_process_of_its_own(function: Callable[..., Found], *args: object) -> Found:
     """A process starts one Ray and ends: starting the next in the same one has failed.
 
     Raises:
@@ -103,13 +105,13 @@ def _measure_deployment(
         return asyncio.run(_measure_all(scenario, choices, make_backend, rounds=rounds, counted_s=counted_s))
 
 
-def deployment(scenario: Scenario, gamma: int | str) -> dict[str, object]:
+def deployment(scenario: Scenario, gamma: int | str, pipeline: Pipeline = "auto") -> dict[str, object]:
     """A deployment file's tree."""
     args = {
         "target": {"model": "simulated-target", "kv_capacity_tokens": 10**9},
         "draft": {"model": "simulated-draft", "kv_capacity_tokens": 10**9},
         "simulation": scenario.simulation.model_dump(),
-        "speculation": {"num_speculative_tokens": gamma, "pipeline": "auto"},
+        "speculation": {"num_speculative_tokens": gamma, "pipeline": pipeline},
         "coordinator": {"max_num_seqs": max(32, scenario.num_sequences)},
         "gateway": {"grpc_port": _free_port()},
     }
@@ -123,6 +125,10 @@ def deployment(scenario: Scenario, gamma: int | str) -> dict[str, object]:
                 "route_prefix": "/",
                 "import_path": "specdec.cluster.app:build_app",
                 "args": args,
+                "deployments": [
+                    {"name": "TargetWorker", "num_replicas": scenario.num_targets},
+                    {"name": "DraftWorker", "num_replicas": scenario.num_drafts},
+                ],
             }
         ],
     }
@@ -140,7 +146,7 @@ async def _measure_all(
     backend = make_backend()
     backend.start()
     try:
-        await _until_ready(backend)
+        await until_ready(backend, scenario)
         for number in range(rounds):
             for choice, measured in samples.items():
                 warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 0.5
@@ -159,11 +165,17 @@ async def _measure_all(
         await backend.close()
 
 
-async def _until_ready(backend: StartedBackend) -> None:
+async def until_ready(backend: Backend, scenario: Scenario) -> None:
+    """Until a coordinator has all workers of the scenario.
+
+    Raises:
+        BenchError: none has within `READY_TIMEOUT_S`.
+    """
+    wanted = (scenario.num_targets, scenario.num_drafts)
     deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while not backend.is_ready():
+    while wanted not in [(len(status.targets), len(status.drafts)) for status in backend.statuses()]:
         if time.monotonic() > deadline_s:
-            raise BenchError(f"no coordinator with a target within {READY_TIMEOUT_S:g} s")
+            raise BenchError(f"no coordinator with all workers within {READY_TIMEOUT_S:g} s")
         await asyncio.sleep(0.1)
 
 
@@ -195,7 +207,7 @@ def table(lines: Sequence[Figure]) -> Table:
     return result
 
 
-def write_json(path: Path, results: Results, settings: dict[str, object]) -> None:
+def write_json(path: Path, results: Results, lines: Sequence[Figure], settings: dict[str, object]) -> None:
     """All figures, and all that they were made of.
 
     Raises:
@@ -204,7 +216,7 @@ def write_json(path: Path, results: Results, settings: dict[str, object]) -> Non
     content = {
         "specdec": __version__,
         **settings,
-        "figures": [asdict(line) for line in figures(results)],
+        "figures": [asdict(line) for line in lines],
         "measured": [
             {"scenario": name, "choice": str(choice), **asdict(measured)}
             for (name, choice), measured in results.items()
