@@ -125,11 +125,14 @@ class CoordinatorConfig(_Section):
     """Prompt tokens a round may feed to one worker, so that running streams are not stalled; without any,
     four times as many."""
     draft_timeout_s: float = Field(default=5.0, gt=0)
-    """A draft worker that takes longer is dropped: target-only rounds until it answers again."""
+    """A draft worker that takes longer is dropped: target-only rounds until it answers again. Once calls of a
+    size have been timed, 30 times the slowest of them is the limit, but 2 s at least."""
     target_timeout_s: float = Field(default=60.0, gt=0)
-    """A target worker that takes longer is dropped: its sequences move to another one."""
+    """A target worker that takes longer is dropped: its sequences move to another one. Once calls of a size have
+    been timed, 30 times the slowest of them is the limit, but 10 s at least."""
     max_moves: int = Field(default=5, ge=0)
-    """Times a sequence may be moved to another target worker, or another coordinator, before it fails."""
+    """Times a sequence may be moved to another target worker without a token in between, and times it may be
+    moved to another coordinator, before it fails."""
     poll_interval_s: float = Field(default=0.5, gt=0)
     """How often workers are looked up and told which sequences live."""
     orphan_timeout_s: float = Field(default=10.0, gt=0)

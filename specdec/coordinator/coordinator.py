@@ -51,7 +51,7 @@ class _Ticket:
     lane: Lane | None = None
     """None while it waits."""
     num_moves: int = 0
-    """Times it lost its target worker."""
+    """Times it lost its target worker since tokens of its were committed."""
 
     @property
     def client(self) -> str:
@@ -233,6 +233,7 @@ class Coordinator:
             ticket = self._tickets.get(chunk.sequence_id)
             if ticket is None:
                 continue  # cancelled during the round
+            ticket.num_moves = 0
             if chunk.is_last:
                 del self._tickets[chunk.sequence_id]
             self._deliver(ticket.gateway_id, chunk)

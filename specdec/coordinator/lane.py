@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from specdec.config import CoordinatorConfig
+from specdec.coordinator.deadlines import LEAST_DRAFT_S, LEAST_TARGET_S, Deadlines
 from specdec.coordinator.handles import DraftHandle, TargetHandle, WorkerHandle
 from specdec.errors import DraftUnavailable, TargetFailed, TargetUnavailable
 from specdec.messages import (
@@ -95,6 +96,8 @@ class Lane:
         self._on_target_lost = on_target_lost
         self._clock = clock
         self._acceptance = SmoothedAcceptance()
+        self._target_deadlines = Deadlines(LEAST_TARGET_S, config.target_timeout_s)
+        self._draft_deadlines: dict[WorkerId, Deadlines] = {}
         self._drafts: dict[WorkerId, DraftHandle] = {}
         self._branches: dict[tuple[WorkerId, int], BranchBudget] = {}
         """By gamma, too: what a draft gets done in the time of a verification depends on it."""
@@ -149,6 +152,7 @@ class Lane:
             self._leave_draft(previous[worker_id])
             self._branches = {key: budget for key, budget in self._branches.items() if key[0] != worker_id}
             self._proposed.pop(worker_id, None)
+            self._draft_deadlines.pop(worker_id, None)
         if previous.keys() != self._drafts.keys():
             self._policy.on_drafts(shares_device=any(map(self._shares_device, drafts)))
 
@@ -260,8 +264,10 @@ class Lane:
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
         request = VerifyRequest(owner=self._owner, items=tuple(items))
+        num_fed = sum(len(item.feed.token_ids) for item in items)
         started_s = self._clock()
-        reply = await self.target.verify(request, self._config.target_timeout_s)
+        reply = await self.target.verify(request, self._target_deadlines.of(num_fed))
+        self._target_deadlines.on_answer(num_fed, self._clock() - started_s)
         if all(len(item.feed.token_ids) == item.num_rows and not item.scored_ids for item in items):
             num_tokens = sum(item.num_rows for item in items)
             self._policy.on_verified(num_tokens, self._clock() - started_s)
@@ -366,8 +372,13 @@ class Lane:
     ) -> ProposeReply | None:
         try:
             request = ProposeRequest(owner=self._owner, items=tuple(items.values()))
+            deadlines = self._draft_deadlines.setdefault(
+                draft.status.worker_id, Deadlines(LEAST_DRAFT_S, self._config.draft_timeout_s)
+            )
+            num_tokens = sum(len(item.feed.token_ids) + item.num_draft_tokens for item in items.values())
             started_s = self._clock()
-            reply = await draft.propose(request, self._config.draft_timeout_s)
+            reply = await draft.propose(request, deadlines.of(num_tokens))
+            deadlines.on_answer(num_tokens, self._clock() - started_s)
             self._count_proposed(draft.status.worker_id, items.values(), reply, self._clock() - started_s)
             return reply
         except DraftUnavailable as error:

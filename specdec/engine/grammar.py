@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 BITS = 32
 """Tokens a word of a mask tells about."""
+NUM_KEPT = 32
+"""Compiled grammars that are kept: a large schema takes 0.3 s, in which nobody's tokens are computed."""
 
 
 class GrammarState:
@@ -88,6 +91,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._are_optional = are_optional
         self._tokenizer: LLTokenizer | None = None
+        self._fresh = lru_cache(NUM_KEPT)(self._compiled)
 
     def for_drafts(self) -> Grammars:
         """The same for a draft, which may propose anything: the target decides."""
@@ -102,10 +106,13 @@ class Grammars:
         Raises:
             ConfigError: the tokenizer is of a kind that llguidance cannot read, or names no end of text.
         """
+        matcher = self._fresh(grammar).deep_copy()
+        return GrammarState(matcher, self._vocab_size, is_optional=self._are_optional)
+
+    def _compiled(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self.tokenizer(), grammar, log_level=0)
-        return GrammarState(matcher, self._vocab_size, is_optional=self._are_optional)
+        return LLMatcher(self.tokenizer(), grammar, log_level=0)
 
     def tokenizer(self) -> LLTokenizer:
         """The tokenizer as llguidance reads it; half a second at first.

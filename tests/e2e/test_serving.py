@@ -176,5 +176,11 @@ def test_everything_listens_on_loopback_alone(server: Server) -> None:
         assert hosts <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
+def test_many_instant_requests_are_all_answered(server: Server) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        statuses = {http.get(path).status_code for _ in range(500) for path in ("/health", "/v1/models")}
+    assert statuses == {200}
+
+
 def test_the_server_is_idle_afterwards(server: Server) -> None:
     wait_for(server.is_idle, 5, "idle")
