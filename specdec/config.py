@@ -128,8 +128,8 @@ class CoordinatorConfig(_Section):
     """A draft worker that takes longer is dropped: target-only rounds until it answers again. Once calls of a
     size have been timed, 30 times the slowest of them is the limit, but 2 s at least."""
     target_timeout_s: float = Field(default=60.0, gt=0)
-    """A target worker that takes longer is dropped: its sequences move to another one. Once calls of a size have
-    been timed, 30 times the slowest of them is the limit, but 10 s at least."""
+    """A target worker that takes longer is dropped: its sequences move to another one. Once calls of a size
+    have been timed, 30 times the slowest of them is the limit, but 10 s at least."""
     max_moves: int = Field(default=5, ge=0)
     """Times a sequence may be moved to another target worker without a token in between, and times it may be
     moved to another coordinator, before it fails."""

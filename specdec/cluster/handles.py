@@ -238,7 +238,8 @@ class ReplicaSet:
 
     async def _call_any(self, method: str, *args: object) -> None:
         try:
-            await asyncio.wait_for(_detached_call(self._handle, method, *args), CONTROL_TIMEOUT_S)
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await _detached_call(self._handle, method, *args)
         except (TimeoutError, *TRANSPORT_ERRORS) as error:
             logger.debug("no %s replica yet: %s", self._handle.deployment_name, _last_line(error))
 

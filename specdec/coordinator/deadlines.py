@@ -1,4 +1,4 @@
-"""How long a call to a worker may take: the setting at most, and less once calls of its size have been timed."""
+"""How long a call to a worker may take: the setting at most, less once calls of its size have been timed."""
 
 from __future__ import annotations
 

@@ -54,6 +54,8 @@ IDLE_CHUNKS = 4
 CATCH_UP_TOKENS = 2
 """What a draft lacks after a round of its own: more, and a propose call says nothing of how long drafting
 takes."""
+CLOSE_RETRY_S = 1.0
+"""Pause before a task that goes on after it was cancelled is cancelled again."""
 RESUME_ROOM_TOKENS = 64
 """Room it must find beyond its log, so that it does not give way again at once."""
 
@@ -157,9 +159,13 @@ class Lane:
             self._policy.on_drafts(shares_device=any(map(self._shares_device, drafts)))
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._background]
-        for task in tasks:
-            task.cancel()
+        pending: set[asyncio.Task[None]] = {*self._tasks, *self._background}
+        tasks = tuple(pending)
+        while pending:
+            for task in pending:
+                task.cancel()
+            # Again, should one have lost it: whoever closes must not wait for ever.
+            _, pending = await asyncio.wait(pending, timeout=CLOSE_RETRY_S)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _wake(self) -> None:

@@ -30,7 +30,9 @@ async def _within(
     call: Awaitable[Reply], timeout_s: float, late: type[WorkerError], failed: type[WorkerError]
 ) -> Reply:
     try:
-        return await asyncio.wait_for(call, timeout_s)
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the answer.
+        async with asyncio.timeout(timeout_s):
+            return await call
     except TimeoutError:
         raise late(f"no answer within {timeout_s:g} s") from None
     except Exception as error:

@@ -17,6 +17,7 @@ from tests.e2e.models import target_with_template
 # LiteLLM would ask for a newer price list as it is imported.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
+
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return target_with_template(tmp_path_factory.mktemp("target-with-tools"), HERMES)

@@ -95,7 +95,9 @@ def test_text_completions(options: dict[str, Any]) -> None:
     text = answer.choices[0].text
     assert ANSWER in text
     assert "".join(answer.choices[0].logprobs.tokens) == text
-    pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**ask, prompt=prompt, stream=True)]
+    pieces = [
+        chunk.choices[0].text or "" for chunk in litellm.text_completion(**ask, prompt=prompt, stream=True)
+    ]
     assert "".join(pieces) == text
     several = litellm.text_completion(**ask, prompt=[prompt, prompt])
     assert [choice.text for choice in several.choices] == [text, text]

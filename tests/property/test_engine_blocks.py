@@ -135,7 +135,8 @@ class Mirror:
             source, copy = copied
             assert (source, copy) == (table[length // SIZE], self.blocks.table(sequence)[length // SIZE])
             for offset in range(SIZE):
-                self.memory[copy, offset] = self.memory[source, offset]
+                # What was never written is copied like the rest, and not read.
+                self.memory[copy, offset] = self.memory.get((source, offset))
             self.count("copied")
         return True
 

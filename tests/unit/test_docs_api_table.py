@@ -18,7 +18,9 @@ def rows() -> list[tuple[str, str]]:
 
 def file_of(name: str) -> Path | None:
     folder, _, stem = name.rpartition("/")
-    paths = [ROOT / "tests" / (folder or "unit") / f"{prefix}{stem}.py" for prefix in ("test_gateway_", "test_")]
+    paths = [
+        ROOT / "tests" / (folder or "unit") / f"{prefix}{stem}.py" for prefix in ("test_gateway_", "test_")
+    ]
     return next((path for path in paths if path.exists()), None)
 
 

@@ -1,6 +1,5 @@
 """What a worker holds: every feed that cannot be applied is answered with `Lost`, never with a guess."""
 
-
 import pytest
 from msgspec.structs import replace as changed
 

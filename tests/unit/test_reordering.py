@@ -186,7 +186,7 @@ async def test_what_faults_can_lead_to_has_happened_and_changed_no_text(pipeline
 
 async def test_drafts_that_were_prepared_are_taken_between_faults():
     network = Network(0, {fault: 6 * gap for fault, gap in OFTEN.items()})
-    requests = requests_of(8, max_tokens=40)
+    requests = requests_of(8, max_tokens=100)
     chunks = await run(network, requests, pipeline="lookahead", draft="identical", at_once=True)
     assert network.counts.total() > 50
     assert sum(chunk.is_prepared for chunk in chunks) > 10

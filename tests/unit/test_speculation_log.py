@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specdec.speculation.log import CommittedLog, cut_block
-from specdec.speculation.policy import Candidate, FixedGamma
+from specdec.speculation.policy import FixedGamma
 from specdec.speculation.stats import AcceptanceCounter
 from specdec.types import SpeculationStats, StopCriteria
+from tests.unit.test_speculation_policy import Candidate
 
 EOS = 9
 BLOCK = (1, 2, 3, 4, 5)
