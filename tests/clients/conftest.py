@@ -1,10 +1,9 @@
-"""One served pair for all client libraries: float32, a template that takes tools, a draft that is often wrong."""
+"""One served pair for all client libraries: float32, a template that takes tools, a draft often wrong."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -23,23 +22,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return target_with_template(tmp_path_factory.mktemp("target-with-tools"), HERMES)
 
 
-def pair_of(target: str, **args: Any) -> dict[str, Any]:
-    return {
-        "target": {"model": target, "dtype": "float32"},
-        "served_model_name": MODEL,
-        "coordinator": {"draft_timeout_s": 60.0},
-        **args,
-    }
-
-
 @pytest.fixture(scope="package")
 def server(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pair = pair_of(
-        target,
-        draft={"model": "smollm2-draft", "dtype": "float32"},
-        speculation={"num_speculative_tokens": 4},
-    )
-    yield from run_server(tmp_path_factory.mktemp("server-clients"), pair)
+    args = {
+        "target": {"model": target, "dtype": "float32"},
+        "draft": {"model": "smollm2-draft", "dtype": "float32"},
+        "served_model_name": MODEL,
+        "speculation": {"num_speculative_tokens": 4},
+        "coordinator": {"draft_timeout_s": 60.0},
+    }
+    yield from run_server(tmp_path_factory.mktemp("server-clients"), args)
 
 
 @pytest.fixture(scope="package")

@@ -69,7 +69,7 @@ def test_choices_seed_stop_and_logprobs(options: dict[str, Any]) -> None:
 
 def test_a_call_its_result_and_the_answer(options: dict[str, Any]) -> None:
     messages = user("How warm is it in Oslo?")
-    ask = {**options, "messages": messages, "tools": [WEATHER], "max_tokens": 300}
+    ask = {**options, "messages": messages, "tools": [WEATHER], "max_tokens": 100}
     forced = {**ask, "tool_choice": "required", "parallel_tool_calls": False}
     message = litellm.completion(**forced).choices[0].message
     (call,) = message.tool_calls

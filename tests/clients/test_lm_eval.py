@@ -1,4 +1,4 @@
-"""lm-eval's API models, as they are: the same scores with a draft, without one, and by transformers alone.
+"""lm-eval's API models, as they are: the same scores with drafts, without them, and by transformers alone.
 
 The tasks in `tasks` are small, and their data lie beside them.
 """
@@ -6,6 +6,7 @@ The tasks in `tasks` are small, and their data lie beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,19 @@ import datasets
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from tests.clients.asks import MODEL
-from tests.clients.conftest import pair_of
-from tests.e2e.conftest import run_server
+from tests.clients.asks import MODEL, PLAIN
 from tests.e2e.harness import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "tasks"
+LIKELIHOODS = ["specdec_capitals", "specdec_last_word", "specdec_passages"]
 GENERATION = "specdec_name_the_capital"
-ALL_TASKS = ["specdec_capitals", "specdec_last_word", "specdec_passages", GENERATION]
+ALL_TASKS = [*LIKELIHOODS, GENERATION]
+REMOTE = {"tokenizer_backend": "remote", "batch_size": 8}
 TOLERANCE = 1e-4
 """Relative, of perplexities: sums of float32 logarithms."""
-
-
-@pytest.fixture(scope="module")
-def plain(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The target without a draft."""
-    yield from run_server(tmp_path_factory.mktemp("server-plain"), pair_of(target))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,40 +42,52 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """Scores by task and metric, and the text generated for each document."""
+    """What lm-eval makes of a model."""
 
-    def __init__(self, model: str, model_args: Mapping[str, Any], tasks: list[str], **options: Any) -> None:
-        found = lm_eval.simple_evaluate(
-            model=model,
-            model_args=dict(model_args),
-            tasks=tasks,
-            task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
-            bootstrap_iters=0,
-            verbosity="ERROR",
-            **options,
-        )
-        assert found is not None
-        self.scores = {
-            f"{task} {metric}": value
+    scores: dict[str, float]
+    """By task and metric."""
+    texts: list[Any]
+    """Generated for each document."""
+
+
+def evaluate(model: str, model_args: Mapping[str, Any], tasks: list[str], **options: Any) -> Evaluation:
+    found = lm_eval.simple_evaluate(
+        model=model,
+        model_args=dict(model_args),
+        tasks=tasks,
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+        bootstrap_iters=0,
+        verbosity="ERROR",
+        **options,
+    )
+    assert found is not None
+    samples = sorted(found["samples"].get(GENERATION, ()), key=lambda sample: sample["doc_id"])
+    return Evaluation(
+        scores={
+            f"{task} {metric}": float(value)
             for task, values in found["results"].items()
             for metric, value in values.items()
             if isinstance(value, float) and "stderr" not in metric
-        }
-        samples = sorted(found["samples"][GENERATION], key=lambda sample: sample["doc_id"])
-        self.texts = [sample["resps"] for sample in samples]
-
-
-def completions(server: Server, tasks: list[str], **args: Any) -> Evaluation:
-    args = {"model": MODEL, "base_url": f"{server.url}/v1/completions", **args}
-    return Evaluation("local-completions", args, tasks)
-
-
-def chat_completions(server: Server, **args: Any) -> Evaluation:
-    args = {"model": MODEL, "base_url": f"{server.url}/v1/chat/completions", **args}
-    return Evaluation(
-        "local-chat-completions", args, [GENERATION], apply_chat_template=True, fewshot_as_multiturn=True
+        },
+        texts=[sample["resps"] for sample in samples],
     )
+
+
+def completions(server: Server, tasks: list[str], args: dict[str, Any], **options: Any) -> Evaluation:
+    address = {"model": MODEL, "base_url": f"{server.url}/v1/completions"}
+    return evaluate("local-completions", {**address, **args}, tasks, **options)
+
+
+def chat_completions(server: Server, **options: Any) -> Evaluation:
+    address = {"model": MODEL, "base_url": f"{server.url}/v1/chat/completions"}
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    return evaluate("local-chat-completions", address, [GENERATION], **chat, **options)
+
+
+def num_draft_tokens(server: Server) -> int:
+    return int(server.status()["num_draft_tokens"])
 
 
 def assert_same(one: Evaluation, other: Evaluation) -> None:
@@ -89,43 +96,46 @@ def assert_same(one: Evaluation, other: Evaluation) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_draft(server: Server) -> Evaluation:
-    """Prompts tokenized by the server, several in a request."""
-    return completions(server, ALL_TASKS, tokenizer_backend="remote", batch_size=8)
+def drafted(server: Server) -> Evaluation:
+    """Of all tasks, drafts in use; the server tokenizes, and a request has several prompts."""
+    before = num_draft_tokens(server)
+    found = completions(server, ALL_TASKS, REMOTE)
+    assert num_draft_tokens(server) > before
+    print("with drafts:", found.scores)
+    return found
 
 
-def test_completions_score_the_same_with_and_without_a_draft(
-    with_draft: Evaluation, server: Server, plain: Server
-) -> None:
-    without = completions(plain, ALL_TASKS, tokenizer_backend="remote", batch_size=8)
-    print("with a draft:", with_draft.scores)
-    print("without:     ", without.scores)
-    assert_same(with_draft, without)
-    assert server.status()["num_accepted_draft_tokens"] > 0
-    assert plain.status()["num_draft_tokens"] == 0
+def test_completions_score_the_same_without_drafts(drafted: Evaluation, server: Server) -> None:
+    """Only generated texts are drafted: what is scored is fed to the target, and one token follows."""
+    before = num_draft_tokens(server)
+    likelihoods = completions(server, LIKELIHOODS, REMOTE)
+    generated = completions(server, [GENERATION], REMOTE, gen_kwargs=PLAIN)
+    assert num_draft_tokens(server) == before
+    plain = Evaluation({**likelihoods.scores, **generated.scores}, generated.texts)
+    print("without:    ", plain.scores)
+    assert_same(plain, drafted)
 
 
-def test_completions_score_as_transformers_does(with_draft: Evaluation, target: str) -> None:
+def test_completions_score_as_transformers_does(drafted: Evaluation, target: str) -> None:
     model_args = {"pretrained": target, "dtype": "float32"}
-    assert_same(with_draft, Evaluation("hf", model_args, ALL_TASKS, batch_size=1, device="cpu"))
+    alone = evaluate("hf", model_args, ALL_TASKS, batch_size=8, device="cpu")
+    print("transformers:", alone.scores)
+    assert_same(alone, drafted)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"tokenizer_backend": "huggingface", "num_concurrent": 8},
-        {"tokenizer_backend": "huggingface", "tokenized_requests": False},
-    ],
-    ids=["local tokenizer, concurrent", "prompts as text"],
-)
-def test_other_ways_to_ask_score_the_same(
-    with_draft: Evaluation, server: Server, target: str, args: dict[str, Any]
+@pytest.mark.parametrize("args", [{}, {"tokenized_requests": False}], ids=["ids", "text"])
+def test_a_local_tokenizer_and_concurrent_requests_score_the_same(
+    drafted: Evaluation, server: Server, target: str, args: dict[str, Any]
 ) -> None:
-    assert_same(with_draft, completions(server, ALL_TASKS, tokenizer=target, **args))
+    local = {"tokenizer_backend": "huggingface", "tokenizer": target, "num_concurrent": 8, **args}
+    assert_same(completions(server, ALL_TASKS, local), drafted)
 
 
-def test_chat_completions_score_the_same_with_and_without_a_draft(server: Server, plain: Server) -> None:
-    with_draft, without = (chat_completions(each) for each in (server, plain))
-    print("chat, with a draft:", with_draft.scores)
-    print("chat, without:     ", without.scores)
-    assert_same(with_draft, without)
+def test_chat_completions_score_the_same_with_and_without_drafts(server: Server) -> None:
+    drafted = chat_completions(server)
+    before = num_draft_tokens(server)
+    plain = chat_completions(server, gen_kwargs=PLAIN)
+    assert num_draft_tokens(server) == before
+    print("chat with drafts:", drafted.scores)
+    print("chat without:    ", plain.scores)
+    assert_same(plain, drafted)

@@ -1,4 +1,4 @@
-"""OpenAI's own client where tests/e2e does not show it: async streams, stream helpers, tools there and back."""
+"""OpenAI's own client where tests/e2e does not show it: async streams, helpers, tools there and back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sync_async_streamed_plain_and_raw_give_one_text(client: openai.OpenAI) 
 
 
 def test_the_stream_helper_parses_what_it_collected(client: openai.OpenAI) -> None:
-    ask = {**ASK, "messages": [{"role": "user", "content": "Invent a pet."}], "max_tokens": 200}
+    ask = {**ASK, "messages": [{"role": "user", "content": "Invent a pet."}], "max_tokens": 120}
     with client.chat.completions.stream(**ask, response_format=Pet) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
@@ -65,7 +65,7 @@ def test_the_stream_helper_parses_what_it_collected(client: openai.OpenAI) -> No
 
 def test_a_call_streamed_or_whole_its_result_and_the_answer(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "How warm is it in Oslo?"}]
-    ask = {**ASK, "messages": messages, "tools": [WEATHER], "max_tokens": 300, "parallel_tool_calls": False}
+    ask = {**ASK, "messages": messages, "tools": [WEATHER], "max_tokens": 100, "parallel_tool_calls": False}
     whole = client.chat.completions.create(**ask, tool_choice="required").choices[0]
     assert whole.finish_reason == "tool_calls"
     (call,) = whole.message.tool_calls
@@ -86,7 +86,7 @@ def test_a_call_streamed_or_whole_its_result_and_the_answer(client: openai.OpenA
 
 
 def test_responses_async_streamed_and_a_call_there_and_back(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 300}
+    ask: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 100}
 
     async def streamed() -> tuple[str, str]:
         async with asynchronous(client) as other, other.responses.stream(**ask, input=QUESTION) as stream:

@@ -66,7 +66,7 @@ def test_auto_changes_its_mind_when_the_world_does():
 
 
 def test_a_slump_is_looked_into_at_once():
-    """Trials are rare after a long time; a way that suddenly takes twice as long does not wait for the next."""
+    """Trials are rare after a long time; a way that suddenly takes twice as long does not wait for one."""
     policy = AdaptivePipeline(WAYS)
     is_slow = False
     world = World(policy, lambda way: 0.032 if is_slow and way == "lookahead" else 0.016, noise=0.0)
