@@ -41,6 +41,10 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(call install,the development tools,-e ".[dev]")
 	@touch $@
 
+$(VENV)/.clients: $(VENV)/.dev
+	$(call install,the client libraries that tests use,-e ".[clients]")
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.runtime
 	$(call install,what the benchmarks need,-e ".[bench]")
 	@touch $@
@@ -49,7 +53,7 @@ run: $(VENV)/.runtime ## Serve the embedded pair on this machine (HTTP_PORT, GRP
 	@$(BIN)/specdec models pull smollm2
 	@exec $(BIN)/specdec serve deployments/local.yaml --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
 
-test: $(VENV)/.dev ## Run the tests (PYTEST_ARGS='tests/unit -k name' for some)
+test: $(VENV)/.clients ## Run the tests (PYTEST_ARGS='tests/unit -k name' for some)
 	@$(BIN)/specdec models pull smollm2
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 

@@ -201,17 +201,19 @@ def _max_tokens(prompt: Prompt, prompt_len: int, options: SamplingOptions, max_c
     """At least 1: where nothing but the prompt is asked for, one token is generated and dropped."""
     asked, least = options.max_tokens, options.min_tokens or 0
     room = max_context - prompt_len
+    # OpenAI's words, and "prompt is too long" below: LangChain and LiteLLM tell this error by them.
+    limit = f"this model's maximum context length is {max_context} tokens"
     if room <= 0:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens; the model's context of {max_context} tokens must hold it"
-            " and at least one output token: shorten the prompt",
+            f"the prompt is too long: it has {prompt_len} tokens, and {limit}, with at least one for the"
+            " output: shorten the prompt",
             param_of(prompt),
         )
     for name, value in (("min_tokens", least), ("max_tokens", asked)):
         if value is not None and value > room:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt_len} tokens and {name} asks for {shown(value)} more; the model's"
-                f" context is {max_context} tokens: shorten the prompt or ask for at most {room}",
+                f"the prompt has {prompt_len} tokens and {name} asks for {shown(value)} more, but {limit}:"
+                f" shorten the prompt or ask for at most {room}",
                 name,
             )
     return room if asked is None else max(asked, 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: make clients-test")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[clients]'")
 
 import datasets
 import lm_eval
@@ -82,7 +82,7 @@ def completions(server: Server, tasks: list[str], args: dict[str, Any], **option
 
 def chat_completions(server: Server, **options: Any) -> Evaluation:
     address = {"model": MODEL, "base_url": f"{server.url}/v1/chat/completions"}
-    chat = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": True, "limit": 6}
     return evaluate("local-chat-completions", address, [GENERATION], **chat, **options)
 
 
