@@ -58,6 +58,19 @@ class ToyLaw:
         return pairs[:, 0] * self.vocab_size + pairs[:, 1]
 
 
+OVERSLEPT_S = 0.0002
+"""More than a thread oversleeps; 0.1 ms is usual."""
+
+
+def sleep_exactly(seconds: float) -> None:
+    """As `time.sleep`, but a device does not oversleep: what is left at the end is waited for awake."""
+    end_s = time.perf_counter() + seconds
+    if seconds > OVERSLEPT_S:
+        time.sleep(seconds - OVERSLEPT_S)
+    while time.perf_counter() < end_s:
+        time.sleep(0)  # lets other threads on
+
+
 Latency = Callable[[int, int], float]
 """(sequences, tokens) of a forward to the seconds it takes, its arithmetic included."""
 
@@ -72,7 +85,7 @@ class SimulatedRunner:
         max_context: int = 4096,
         kv_capacity_tokens: int = 1_000_000,
         latency: Latency = lambda num_sequences, num_tokens: 0.0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = sleep_exactly,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._law = law
