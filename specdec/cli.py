@@ -92,18 +92,18 @@ def serve(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any setting of the file, like args.speculation.pipeline=lookahead; may be given again.",
+            help="Any setting of the file, like args.speculation.pipeline=lookahead; of a further pair's "
+            "application, like applications.NAME.args.target.dtype=float32. May be given again.",
         ),
     ] = None,
 ) -> None:
-    """Serve a draft/target pair over HTTP and gRPC until Ctrl-C."""
+    """Serve draft/target pairs over HTTP and gRPC until Ctrl-C.
+
+    Flags for models are for the pair of the application with the gateway.
+    """
     # Imported here: the other commands need no Ray.
-    from specdec.cluster.deploy_config import (
-        DeployConfig,
-        default_deploy_config,
-        load_deploy_config,
-        parse_settings,
-    )
+    from specdec.cluster.deploy_config import DeployConfig, default_deploy_config, load_deploy_config
+    from specdec.cluster.deploy_overrides import parse_settings
     from specdec.cluster.exposure import exposures
     from specdec.cluster.server import RunningServer
 
@@ -122,7 +122,8 @@ def serve(
     for warning in exposures(deploy.schema.http_options, deploy.app.gateway):
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     if address is None:
-        _preflight(deploy.app)
+        for app_config in deploy.apps.values():
+            _preflight(app_config)
     signals = _Signals()
     with console.status("starting Ray") as status, RunningServer(deploy, address) as server:
         signals.install()
@@ -130,7 +131,7 @@ def serve(
         status.stop()
         console.print(
             f"[green]ready[/green]  HTTP {server.http_url}/v1  gRPC {server.grpc_address}  "
-            f"{_describe(deploy.app)}  (Ctrl-C stops)",
+            f"{'; '.join(_describe(app_config) for app_config in deploy.apps.values())}  (Ctrl-C stops)",
             soft_wrap=True,
         )
         signals.wait()
@@ -142,13 +143,15 @@ def status(
     url: Annotated[str, typer.Argument(help="Of the deployment's HTTP.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(envvar="SPECDEC_API_KEY", show_envvar=True)] = None,
 ) -> None:
-    """Show coordinators and workers: load, acceptance, round times, KV cache."""
+    """Show coordinators and workers of all pairs: load, acceptance, round times, KV cache."""
     from specdec.lab import status as shown
 
-    coordinators = shown.read(url, api_key)
+    coordinators, absent = shown.read(url, api_key)
     output = Console()
     output.print(shown.coordinators_table(coordinators))
     output.print(shown.workers_table(coordinators))
+    for pair in absent:
+        output.print(f"the application {pair['application']} {pair['reason']}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -162,12 +165,16 @@ def scale(
     address: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="Ray cluster; default: the one on this machine.")
     ] = "auto",
+    app_name: Annotated[
+        str | None,
+        typer.Option("--app", help="Application whose pair it is; default: the one with the gateway."),
+    ] = None,
 ) -> None:
     """Change numbers of replicas while serving; streams are moved, not cut."""
     from specdec.cluster.scaling import parse_counts
     from specdec.cluster.scaling import scale as change
 
-    change(address, parse_counts(counts))
+    change(address, parse_counts(counts), app_name)
     console.print("asked for; [bold]specdec status[/bold] shows when it is so")
 
 
@@ -302,25 +309,22 @@ def _count_gpus() -> int:
 
 def _preflight(config: AppConfig) -> None:
     """Fetch embedded models and check the pair here, where an error is one clear line."""
-    from specdec.models import check_pair, model_info
+    from specdec.models import check_pair, is_embedded, model_info, pull
 
     if config.simulation is not None:
         return
-    for model in (config.target, config.draft):
-        if model is not None:
-            _pull_if_embedded(model.model)
+    names = [model.model for model in (config.target, config.draft) if model is not None]
+    for name in names:
+        if is_embedded(name):
+            pull(name, console=console)
+    # The embedded ones fit each other; to read them would take transformers, which takes seconds to import.
+    if not all(is_embedded(name) for name in names):
+        if config.draft is None:
+            model_info(config.target.model)
+        else:
+            check_pair(config.target.model, config.draft.model)
     if config.draft is None:
-        model_info(config.target.model)
         console.print("no draft model: plain decoding")
-    else:
-        check_pair(config.target.model, config.draft.model)
-
-
-def _pull_if_embedded(name: str) -> None:
-    from specdec.models import list_embedded, pull
-
-    if any(model.name == name and not model.is_ready for model in list_embedded()):
-        pull(name, console=console)
 
 
 def _describe(config: AppConfig) -> str:

@@ -179,6 +179,8 @@ class GatewayConfig(_Section):
     """Shared by the streams of one gateway: beyond it a message carries what several rounds committed."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Overall deadline of a request."""
+    other_pairs: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the applications whose pairs are served too, each built by ``build_pair``."""
 
     @model_validator(mode="after")
     def _both_or_none(self) -> GatewayConfig:
@@ -216,6 +218,27 @@ class AppConfig(_Section):
             return 0
         gamma = self.speculation.num_speculative_tokens
         return self.speculation.max_speculative_tokens if gamma == "auto" else gamma
+
+
+PAIR_GATEWAY_KEYS = frozenset({"tool_parser", "reasoning_parser"})
+"""What of ``gateway`` belongs to a pair: the rest is the gateway's own, in the application that has it."""
+
+
+def parse_pair_config(values: object) -> AppConfig:
+    """As `parse_config`, of an application without a gateway.
+
+    Raises:
+        ConfigError: also where a key belongs to the application with the gateway.
+    """
+    config = parse_config(values)
+    if misplaced := sorted(config.gateway.model_fields_set - PAIR_GATEWAY_KEYS):
+        raise ConfigError(
+            "invalid configuration: "
+            + "; ".join(
+                f"gateway.{key}: belongs to the application that has the gateway" for key in misplaced
+            )
+        )
+    return config
 
 
 def parse_config(values: object) -> AppConfig:

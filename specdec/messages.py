@@ -243,6 +243,9 @@ class CoordinatorStatus:
     num_running: int
     num_waiting: int
     model: str
+    """The served name."""
+    target_model: str
+    """The target's, as configured."""
     max_context: int
     """The target's, in tokens; 0 until one is attached."""
     num_speculative_tokens: int

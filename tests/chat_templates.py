@@ -81,12 +81,19 @@ class RandomFollower:
         tokenizer: the served one.
         is_thinking: whether reasoning comes first.
         seed: of the randomness.
+        openings: texts that it likes to write where the grammar lets it.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, is_thinking: bool = False, seed: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        is_thinking: bool = False,
+        seed: int = 0,
+        openings: Sequence[str] = (),
     ) -> None:
         self.is_thinking = is_thinking
+        self._openings = openings
         self._tokenizer: LLTokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=EOS_ID)
         self._random = random.Random(seed)
 
@@ -102,6 +109,8 @@ class RandomFollower:
             token_ids = [self._random.choice([token for token in allowed if token != EOS_ID] or [EOS_ID])]
             if len(allowed) > 200 and self._random.random() < 0.2:
                 token_ids = self._end_of_free_text(output, allowed)
+            if opening := self._opening(matcher):
+                token_ids = opening
             output += token_ids
             if output[-1] == EOS_ID:
                 return output
@@ -115,6 +124,13 @@ class RandomFollower:
             return close
         quote = self._tokenizer.tokenize_str('"')
         return quote if quote[0] in allowed else [allowed[0]]
+
+    def _opening(self, matcher: LLMatcher) -> list[int]:
+        """One of the texts to begin with, sometimes, where it may come; else nothing."""
+        if not self._openings or self._random.random() > 0.3:
+            return []
+        token_ids = self._tokenizer.tokenize_str(self._random.choice(self._openings), parse_special=True)
+        return token_ids if matcher.validate_tokens(token_ids) == len(token_ids) else []
 
     @staticmethod
     def _allowed(matcher: LLMatcher) -> list[int]:

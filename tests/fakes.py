@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec.config import AppConfig, parse_config
 from specdec.errors import SpecDecError
 from specdec.gateway.backend import Backend
+from specdec.gateway.models import ServedModels
 from specdec.gateway.service import GenerationService
 from specdec.messages import CoordinatorStatus
 from specdec.types import GenerationRequest, ModelInfo, SpeculationStats, TokenChunk, TokenLogprob
@@ -222,6 +223,7 @@ def _status(max_context: int) -> CoordinatorStatus:
         num_running=0,
         num_waiting=0,
         model=MODEL_NAME,
+        target_model=MODEL_NAME,
         max_context=max_context,
         num_speculative_tokens=2,
         targets=(),
@@ -253,6 +255,12 @@ def toy_service(backend: Backend, *, max_context: int = 256, **gateway: object) 
         eos_token_ids=frozenset({EOS_ID}),
     )
     return GenerationService(backend, toy_tokenizer(), toy_config(**gateway), info, created=1_700_000_000)
+
+
+def only(service: GenerationService) -> Callable[[], ServedModels]:
+    """What gives `build_http_app` one service, and the same metrics every time."""
+    models = ServedModels(service)
+    return lambda: models
 
 
 @asynccontextmanager

@@ -11,6 +11,17 @@
 
 from specdec.client.client import AsyncClient, Client
 from specdec.client.options import Message, Options, Prompt
-from specdec.client.results import Answer, Piece, Speculation, Usage
+from specdec.client.results import Answer, Piece, Speculation, ToolCall, Usage
 
-__all__ = ["Answer", "AsyncClient", "Client", "Message", "Options", "Piece", "Prompt", "Speculation", "Usage"]
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "Client",
+    "Message",
+    "Options",
+    "Piece",
+    "Prompt",
+    "Speculation",
+    "ToolCall",
+    "Usage",
+]

@@ -102,6 +102,10 @@ class Client:
             yield first
             yield from rest
 
+    def models(self) -> tuple[str, ...]:
+        """Names that the option ``model`` may have now; raises as `chat` does."""
+        return self._try(self._transport.models)
+
     def _try(self, call: Callable[[float], Result]) -> Result:
         tries = Tries(self._max_retries, self._timeout_s)
         while True:
@@ -165,6 +169,10 @@ class AsyncClient:
             yield first
             async for piece in rest:
                 yield piece
+
+    async def models(self) -> tuple[str, ...]:
+        """Return as `Client.models` does."""
+        return await self._try(self._transport.models)
 
     async def _try(self, call: Callable[[float], Awaitable[Result]]) -> Result:
         tries = Tries(self._max_retries, self._timeout_s)

@@ -10,8 +10,9 @@ from typing import Any, cast
 import grpc
 
 from specdec.client.errors import told
+from specdec.client.grpc_chat import CallReader, choice_of, message_of, tool_of
 from specdec.client.options import Message, Options, Prompt, SpeculativeOptions, is_chat
-from specdec.client.results import Answer, Piece, Speculation, Usage
+from specdec.client.results import Answer, Piece, Speculation, ToolCall, Usage
 from specdec.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -37,6 +38,7 @@ _ERRORS: dict[grpc.StatusCode, type[SpecDecError]] = {
     grpc.StatusCode.UNAVAILABLE: ServiceUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
+_NOT_SAMPLING = ("model", "speculative", "tools", "tool_choice", "parallel_tool_calls")
 _RENAMED = {"mode": "VERIFICATION_MODE", "pipeline": "PIPELINE"}
 
 
@@ -72,14 +74,22 @@ class GrpcTransport:
                 self._stub.Generate(_request(prompt, options), timeout=timeout_s, metadata=self._metadata)
             )
 
+    def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
+        with _grpc_errors():
+            return _ready_models(
+                self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata)
+            )
+
     def stream(self, prompt: Prompt, options: Options, timeout_s: float) -> Generator[Piece]:
         """Yield the pieces with text, then the last."""
         request = _request(prompt, options)
         call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         try:
+            calls = CallReader()
             with _grpc_errors():
                 for message in call:
-                    yield from _pieces(message)
+                    yield from _pieces(message, calls)
         finally:
             call.cancel()
 
@@ -108,14 +118,23 @@ class AsyncGrpcTransport:
         with _grpc_errors():
             return _answer(await self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
+    async def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
+        request = pb.ListModelsRequest()
+        with _grpc_errors():
+            return _ready_models(
+                await self._stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
+            )
+
     async def stream(self, prompt: Prompt, options: Options, timeout_s: float) -> AsyncGenerator[Piece, None]:
         """Yield the pieces with text, then the last."""
         request = _request(prompt, options)
         call = self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         try:
+            calls = CallReader()
             with _grpc_errors():
                 async for message in call:
-                    for piece in _pieces(message):
+                    for piece in _pieces(message, calls):
                         yield piece
         finally:
             call.cancel()
@@ -147,24 +166,42 @@ def _answer(response: pb.GenerateResponse) -> Answer:
         finish_reason=_finish_reason(choice.finish_reason),
         usage=_usage(response.usage),
         speculation=_speculation(response),
+        reasoning=choice.reasoning_content,
+        tool_calls=tuple(
+            ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in choice.tool_calls
+        ),
     )
 
 
-def _pieces(message: pb.GenerateStreamResponse) -> Iterator[Piece]:
-    if message.text:
-        yield Piece(text=message.text)
+def _ready_models(response: pb.ListModelsResponse) -> tuple[str, ...]:
+    """Names; raises ServiceUnavailable where there is none, as over HTTP."""
+    names = tuple(listed.model for listed in response.models if listed.is_ready)
+    if not names:
+        raise ServiceUnavailable("no worker is ready to serve a model")
+    return names
+
+
+def _pieces(message: pb.GenerateStreamResponse, calls: CallReader) -> Iterator[Piece]:
+    calls.read(message)
+    if message.text or message.reasoning_content:
+        yield Piece(text=message.text, reasoning=message.reasoning_content)
     if message.finish_reason:
         yield Piece(
             finish_reason=_finish_reason(message.finish_reason),
             usage=_usage(message.usage),
             speculation=_speculation(message),
+            tool_calls=calls.calls,
         )
 
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    sampling = {name: value for name, value in options.items() if name not in ("model", "speculative")}
+    sampling = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
+    choice = options.get("tool_choice")
     request = pb.GenerateRequest(
         model=options.get("model", ""),
+        tools=map(tool_of, options.get("tools") or ()),
+        tool_choice=None if choice is None else choice_of(choice),
+        parallel_tool_calls=options.get("parallel_tool_calls"),
         sampling=pb.SamplingOptions(**cast("dict[str, Any]", sampling)),
         speculative=_speculative_options(options.get("speculative", {})),
     )
@@ -172,9 +209,7 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         request.text = prompt
     elif is_chat(prompt):
         messages = cast("Sequence[Message]", prompt)
-        request.messages.messages.extend(
-            pb.ChatMessage(role=item["role"], content=item["content"]) for item in messages
-        )
+        request.messages.messages.extend(map(message_of, messages))
     else:
         request.token_ids.ids.extend(cast("Sequence[int]", prompt))
     return request

@@ -43,6 +43,12 @@ class HttpTransport:
             response = self._client.post(**wire.post(prompt, options, timeout_s))
         return wire.answer_of(response)
 
+    def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
+        with wire.network_errors():
+            response = self._client.get(**wire.get_models(timeout_s))
+        return wire.models_of(response)
+
     def stream(self, prompt: Prompt, options: Options, timeout_s: float) -> Generator[Piece]:
         """Yield the pieces with text, then the last."""
         deadline_s = time.monotonic() + timeout_s
@@ -80,6 +86,12 @@ class AsyncHttpTransport:
         with wire.network_errors():
             response = await self._client.post(**wire.post(prompt, options, timeout_s))
         return wire.answer_of(response)
+
+    async def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
+        with wire.network_errors():
+            response = await self._client.get(**wire.get_models(timeout_s))
+        return wire.models_of(response)
 
     async def stream(self, prompt: Prompt, options: Options, timeout_s: float) -> AsyncGenerator[Piece, None]:
         """Yield the pieces with text, then the last."""

@@ -13,7 +13,7 @@ import httpx
 
 from specdec.client.errors import told
 from specdec.client.options import Options, Prompt, is_chat
-from specdec.client.results import Answer, Piece, Speculation, Usage
+from specdec.client.results import Answer, Piece, Speculation, ToolCall, Usage
 from specdec.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -74,8 +74,19 @@ def post(prompt: Prompt, options: Options, timeout_s: float, *, is_streamed: boo
         path, body["prompt"] = "/v1/completions", prompt if isinstance(prompt, str) else list(prompt)
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
-    return {"url": path, "json": body, "timeout": timeout}
+    return {"url": path, "json": body, "timeout": _timeout(timeout_s)}
+
+
+class Get(TypedDict):
+    """Arguments of a request without a body."""
+
+    url: str
+    timeout: httpx.Timeout
+
+
+def get_models(timeout_s: float) -> Get:
+    """The request for the served models."""
+    return {"url": "/v1/models", "timeout": _timeout(timeout_s)}
 
 
 @contextmanager
@@ -121,14 +132,23 @@ def answer_of(response: httpx.Response) -> Answer:
     check_status(response)
     body = response.json()
     (choice,) = body["choices"]
+    message: JsonObject = choice.get("message", {})
     return Answer(
         id=body["id"],
         model=body["model"],
-        text=(choice["message"]["content"] if "message" in choice else choice["text"]) or "",
+        text=(message["content"] if message else choice["text"]) or "",
         finish_reason=choice["finish_reason"],
         usage=_usage(body["usage"]),
         speculation=_speculation(body.get("metrics")),
+        reasoning=message.get("reasoning_content") or "",
+        tool_calls=tuple(map(_call, message.get("tool_calls") or ())),
     )
+
+
+def models_of(response: httpx.Response) -> tuple[str, ...]:
+    """Read the names of the served models; raises as `answer_of` does."""
+    check_status(response)
+    return tuple(model["id"] for model in response.json()["data"])
 
 
 class StreamReader:
@@ -140,6 +160,7 @@ class StreamReader:
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._speculation: Speculation | None = None
+        self._calls: dict[int, JsonObject] = {}
 
     def read(self, line: str) -> Piece | None:
         """Take one line; returns the piece with text that it completes, if any.
@@ -167,17 +188,41 @@ class StreamReader:
         """
         if not self.is_done:
             raise ServiceUnavailable("the stream was cut")
-        return Piece(finish_reason=self._finish_reason, usage=self._usage, speculation=self._speculation)
+        return Piece(
+            finish_reason=self._finish_reason,
+            usage=self._usage,
+            speculation=self._speculation,
+            tool_calls=tuple(map(_call, self._calls.values())),
+        )
 
     def _take(self, event: JsonObject) -> Piece | None:
         if usage := event.get("usage"):
             self._usage = _usage(usage)
         self._speculation = _speculation(event.get("metrics")) or self._speculation
-        text = ""
+        text = reasoning = ""
         for choice in event["choices"]:
             self._finish_reason = choice["finish_reason"] or self._finish_reason
-            text += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
-        return Piece(text=text) if text else None
+            delta: JsonObject = choice.get("delta", {})
+            text += (delta.get("content") if "delta" in choice else choice["text"]) or ""
+            reasoning += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls") or ():
+                self._take_call(call)
+        return Piece(text=text, reasoning=reasoning) if text or reasoning else None
+
+    def _take_call(self, delta: JsonObject) -> None:
+        if delta["index"] in self._calls:
+            self._calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+        else:
+            self._calls[delta["index"]] = delta
+
+
+def _timeout(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
+
+
+def _call(fields: Mapping[str, Any]) -> ToolCall:
+    function = fields["function"]
+    return ToolCall(id=fields["id"], name=function["name"], arguments=function["arguments"])
 
 
 def _usage(fields: Mapping[str, int]) -> Usage:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-Message = Mapping[str, str]
-"""``role`` and ``content``."""
+Message = Mapping[str, Any]
+"""As in OpenAI's API: ``role``, ``content``, ``tool_calls``, ``reasoning_content``, ``tool_call_id``."""
+
+ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
+"""A word, or ``{"type": "function", "function": {"name": ...}}``."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text to continue, token ids to continue, or a conversation."""
@@ -31,6 +34,10 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     bad_words: Sequence[str]
     ignore_eos: bool
+    tools: Sequence[Mapping[str, Any]]
+    """Of a conversation: ``{"type": "function", "function": {"name": ..., "parameters": ...}}`` each."""
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
     speculative: SpeculativeOptions
 
 

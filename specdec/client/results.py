@@ -28,6 +28,16 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A function that the model calls."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text; incomplete where ``max_tokens`` cut it off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A whole answer."""
 
@@ -35,10 +45,13 @@ class Answer:
     model: str
     text: str
     finish_reason: str
-    """``stop``, ``length`` and the like."""
+    """``stop``, ``length`` or ``tool_calls``."""
     usage: Usage
     speculation: Speculation | None = None
     """Where ``speculative.metrics`` asked for it."""
+    reasoning: str = ""
+    """What a thinking model wrote in front of its answer to a conversation."""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +59,9 @@ class Piece:
     """A part of a stream; the last has all that the earlier ones lack, and no text."""
 
     text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """All of the answer's; in the last piece."""
     finish_reason: str | None = None
     usage: Usage | None = None
     speculation: Speculation | None = None

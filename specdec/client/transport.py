@@ -20,6 +20,10 @@ class Transport(Protocol):
         """Yield pieces; closing the generator cancels the request."""
         ...
 
+    def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
+        ...
+
     def close(self) -> None:
         """Give connections back."""
         ...
@@ -34,6 +38,10 @@ class AsyncTransport(Protocol):
 
     def stream(self, prompt: Prompt, options: Options, timeout_s: float) -> AsyncGenerator[Piece, None]:
         """Yield pieces; closing the generator cancels the request."""
+        ...
+
+    async def models(self, timeout_s: float) -> tuple[str, ...]:
+        """Names of the models that can be used now."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,8 @@
-"""The Serve application: ``import_path: specdec.cluster.app:build_app`` in a deployment file."""
+"""The Serve applications of a deployment file.
+
+``import_path: specdec.cluster.app:build_app`` is a gateway with a pair of its own, ``build_pair`` a pair that
+a gateway of another application serves.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from specdec.cluster.deployments import CoordinatorReplica, DraftWorkerReplica, TargetWorkerReplica
-from specdec.cluster.gateway import GatewayReplica, current_service
+from specdec.cluster.gateway import GatewayReplica, current_models
 from specdec.cluster.router import ROUTER_PATH
-from specdec.config import parse_config
+from specdec.config import AppConfig, parse_config, parse_pair_config
 from specdec.gateway.http import build_http_app
 
 DEPLOYMENT_DEFAULTS: dict[str, Any] = {
@@ -32,7 +36,7 @@ _PINNED = {
 
 
 def build_app(args: dict[str, object]) -> Application:
-    """Wire the deployments together.
+    """Wire a gateway and its own pair together.
 
     Args:
         args: the `AppConfig` tree. Without ``draft`` there is no DraftWorker and decoding is plain.
@@ -41,12 +45,25 @@ def build_app(args: dict[str, object]) -> Application:
         ConfigError: a key or value is wrong.
     """
     config = parse_config(args)
+    ingress = serve.ingress(build_http_app(current_models, config.gateway.cors_origins))(GatewayReplica)
+    return serve.deployment(ingress, name="Gateway", **DEPLOYMENT_DEFAULTS).bind(config, _pair(config))
+
+
+def build_pair(args: dict[str, object]) -> Application:
+    """Wire a further pair together; it has no HTTP, and ``route_prefix: null`` in the deployment file.
+
+    Args:
+        args: the `AppConfig` tree; of ``gateway`` only `PAIR_GATEWAY_KEYS`.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    return _pair(parse_pair_config(args))
+
+
+def _pair(config: AppConfig) -> Application:
     target = serve.deployment(TargetWorkerReplica, name="TargetWorker", **_PINNED).bind(config)
     draft = None
     if config.draft is not None:
         draft = serve.deployment(DraftWorkerReplica, name="DraftWorker", **_PINNED).bind(config)
-    coordinator = serve.deployment(CoordinatorReplica, name="Coordinator", **_PINNED).bind(
-        config, target, draft
-    )
-    ingress = serve.ingress(build_http_app(current_service, config.gateway.cors_origins))(GatewayReplica)
-    return serve.deployment(ingress, name="Gateway", **DEPLOYMENT_DEFAULTS).bind(config, coordinator)
+    return serve.deployment(CoordinatorReplica, name="Coordinator", **_PINNED).bind(config, target, draft)

@@ -28,5 +28,4 @@ def attached(tree: dict[str, object]) -> Iterator[Callable[[], ServeBackend]]:
     deploy = parse_deploy_config(tree)
     with RunningServer(deploy) as server:
         server.wait_until_ready(READY_TIMEOUT_S)
-        name = deploy.schema.applications[0].name
-        yield lambda: ServeBackend(serve.get_deployment_handle("Coordinator", name), deploy.app.coordinator)
+        yield lambda: ServeBackend(serve.get_deployment_handle("Coordinator", deploy.app_name), deploy.app)

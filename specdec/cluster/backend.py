@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.handles import ReplicaSet, ServeCoordinatorPort
-from specdec.config import CoordinatorConfig
+from specdec.config import AppConfig
 from specdec.coordinator.client import CoordinatorClient
 from specdec.errors import CoordinatorLost, GenerationFailed, ServiceUnavailable
 from specdec.messages import CoordinatorStatus
@@ -24,11 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class ServeBackend:
-    """See `specdec.gateway.backend.Backend`."""
+    """See `specdec.gateway.backend.Backend`.
 
-    def __init__(self, coordinators: DeploymentHandle[Any], config: CoordinatorConfig) -> None:
+    Args:
+        coordinators: of one application.
+        config: of the pair that is served. While the application is redeployed with another target, its new
+            coordinators are passed over: token ids mean another text to them.
+    """
+
+    def __init__(self, coordinators: DeploymentHandle[Any], config: AppConfig) -> None:
         self._replicas = ReplicaSet(coordinators)
-        self._config = config
+        self._config = config.coordinator
+        self._target_model = config.target.model
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._gone: str | None = None
+        """Why no coordinator will come any more, if that is so."""
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         self._clients: dict[str, CoordinatorClient] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -45,11 +56,27 @@ class ServeBackend:
         for client in self._clients.values():
             await client.close()
 
+    async def retire(self, gone: str | None = None) -> None:
+        """Return, closed, when the requests under way have ended; new ones go to another backend.
+
+        Args:
+            gone: why no coordinator will come any more: a request that loses its own then ends at once.
+                None: it waits for another one as ever.
+        """
+        self._gone = gone
+        if self._num_running:
+            await self._idle.wait()  # each request has a deadline of its own
+        await self.close()
+
     def is_ready(self) -> bool:
         return any(status.is_ready for status in self.statuses())
 
     def statuses(self) -> tuple[CoordinatorStatus, ...]:
-        return tuple(client.status for client in self._clients.values() if client.status is not None)
+        return tuple(
+            client.status
+            for client in self._clients.values()
+            if client.status is not None and client.status.target_model == self._target_model
+        )
 
     async def generate(
         self, request: GenerationRequest, not_before: Callable[[], float]
@@ -59,35 +86,50 @@ class ServeBackend:
         When a coordinator is lost, generation goes on at another one behind the tokens already committed.
         """
         output_ids = list(request.output_ids)
-        for move in range(self._config.max_moves + 1):
-            client = await self._choose()
-            # A new id: workers may still hold the sequence for the lost coordinator.
-            sequence_id = SequenceId(f"{request.sequence_id}.{move}") if move else request.sequence_id
-            part = replace(request, sequence_id=sequence_id, output_ids=tuple(output_ids), is_moved=move > 0)
-            try:
-                async with aclosing(client.batches(part, not_before)) as batches:
-                    async for batch in batches:
-                        for chunk in batch:
-                            output_ids.extend(chunk.token_ids)
-                        yield batch
-                return
-            except CoordinatorLost as error:
-                logger.warning("%s: %s", sequence_id, error)
-        raise GenerationFailed("the coordinator was lost too often; please retry")
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            for move in range(self._config.max_moves + 1):
+                client = await self._choose()
+                # A new id: workers may still hold the sequence for the lost coordinator.
+                sequence_id = SequenceId(f"{request.sequence_id}.{move}") if move else request.sequence_id
+                part = replace(
+                    request, sequence_id=sequence_id, output_ids=tuple(output_ids), is_moved=move > 0
+                )
+                try:
+                    async with aclosing(client.batches(part, not_before)) as batches:
+                        async for batch in batches:
+                            for chunk in batch:
+                                output_ids.extend(chunk.token_ids)
+                            yield batch
+                    return
+                except CoordinatorLost as error:
+                    logger.warning("%s: %s", sequence_id, error)
+            raise GenerationFailed("the coordinator was lost too often; please retry")
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
 
     async def _choose(self) -> CoordinatorClient:
         """The coordinator that answers and has the fewest of our requests, once there is one.
 
         Raises:
-            ServiceUnavailable: there is none within ``idle_wait_s``.
+            ServiceUnavailable: there is none within ``idle_wait_s``, or none will come any more.
         """
         deadline_s = time.monotonic() + self._config.idle_wait_s
         while time.monotonic() < deadline_s:
-            clients = [client for client in self._clients.values() if client.is_available]
+            clients = [client for client in self._clients.values() if self._is_available(client)]
             if clients:
                 return min(clients, key=lambda client: client.num_requests)
+            if self._gone is not None:
+                raise ServiceUnavailable(self._gone)
             await asyncio.sleep(0.1)
         raise ServiceUnavailable("no coordinator is available; please retry")
+
+    def _is_available(self, client: CoordinatorClient) -> bool:
+        status = client.status
+        return client.is_available and status is not None and status.target_model == self._target_model
 
     async def _follow_forever(self) -> None:
         while True:

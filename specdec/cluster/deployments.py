@@ -214,7 +214,9 @@ class CoordinatorReplica:
         self, config: AppConfig, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None
     ) -> None:
         coordinator_id, _ = set_up_process()
-        coordinator = self._coordinator = Coordinator(config, ServeDirectory(target, draft), coordinator_id)
+        self._config = config
+        directory = ServeDirectory(config, target, draft)
+        coordinator = self._coordinator = Coordinator(config, directory, coordinator_id)
         unary: dict[Method[None], Unary] = {SUBMIT: coordinator.submit, CANCEL: coordinator.cancel}
         self._door = Door(CallServer(unary, {UPDATES: coordinator.updates}))
 
@@ -225,6 +227,10 @@ class CoordinatorReplica:
 
     async def endpoint(self) -> Endpoint:
         return await self._door.endpoint()
+
+    async def app_config(self) -> AppConfig:
+        """What a gateway of another application must know to serve this pair."""
+        return self._config
 
     async def poll(self, gateway_id: str) -> CoordinatorStatus:
         return await self._coordinator.poll(gateway_id)

@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from specdec.cluster.registry import ReplicaGone, known_replicas
+from specdec.config import AppConfig, ModelConfig
 from specdec.coordinator.handles import Fleet
 from specdec.errors import (
     CoordinatorLost,
@@ -250,23 +251,41 @@ async def _ask(replica: PinnedReplica, method: str, *args: object) -> tuple[Chan
 
 
 class ServeDirectory:
-    """See `specdec.coordinator.handles.WorkerDirectory`."""
+    """See `specdec.coordinator.handles.WorkerDirectory`.
 
-    def __init__(self, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None) -> None:
+    Args:
+        config: whose models the workers must hold. While an application is redeployed with others, workers of
+            the new kind are passed over.
+        target: of the application.
+        draft: likewise; None serves the target alone.
+    """
+
+    def __init__(
+        self, config: AppConfig, target: DeploymentHandle[Any], draft: DeploymentHandle[Any] | None
+    ) -> None:
+        self._config = config
         self._targets = ReplicaSet(target)
         self._drafts = ReplicaSet(draft) if draft is not None else None
 
     async def poll(self, heartbeat: Heartbeat) -> Fleet:
         targets, drafts = await asyncio.gather(
-            self._targets.ask_all("heartbeat", heartbeat), self._poll_drafts(heartbeat)
+            _workers(self._targets, heartbeat, self._config.target),
+            _workers(self._drafts, heartbeat, self._config.draft),
         )
         return Fleet(
             targets=tuple(ServeTargetHandle(channel, status) for channel, status in targets),
             drafts=tuple(ServeDraftHandle(channel, status) for channel, status in drafts),
         )
 
-    async def _poll_drafts(self, heartbeat: Heartbeat) -> list[tuple[Channel, WorkerStatus]]:
-        return await self._drafts.ask_all("heartbeat", heartbeat) if self._drafts else []
+
+async def _workers(
+    replicas: ReplicaSet | None, heartbeat: Heartbeat, model: ModelConfig | None
+) -> list[tuple[Channel, WorkerStatus]]:
+    """Those that answer and hold this model."""
+    if replicas is None or model is None:
+        return []
+    answers = await replicas.ask_all("heartbeat", heartbeat)
+    return [(channel, status) for channel, status in answers if status.model == model.model]
 
 
 class ServeCoordinatorPort:

@@ -12,7 +12,8 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from specdec.cluster.autoscaling_checks import SCALED, is_autoscaled
-from specdec.cluster.deploy_config import APP_IMPORT_PATH, DEPLOYMENT_NAMES
+from specdec.cluster.deploy_checks import DEPLOYMENT_NAMES, PAIR_DEPLOYMENT_NAMES
+from specdec.cluster.deploy_tree import APP_IMPORT_PATH, PAIR_IMPORT_PATH, has_gateway
 from specdec.errors import ConfigError, ServiceUnavailable
 
 ROLES = {"gateway": "Gateway", "coordinator": "Coordinator", "draft": "DraftWorker", "target": "TargetWorker"}
@@ -57,15 +58,20 @@ def _parse_count(text: str) -> Count | None:
     return Bounds(numbers[0], numbers[1]) if dots else numbers[0]
 
 
-def scale(address: str, counts: Mapping[str, Count]) -> None:
+def scale(address: str, counts: Mapping[str, Count], app: str | None = None) -> None:
     """Deploy what is deployed on a Ray cluster with other numbers of replicas; nothing else restarts.
 
     Workers that come get sequences once they have loaded; those that go hand theirs over.
 
+    Args:
+        address: of the cluster.
+        counts: as of `parse_counts`.
+        app: name of the application; None: the one with the gateway.
+
     Raises:
         ServiceUnavailable: there is no such cluster, or it serves no specdec.
-        ConfigError: a number for a deployment that scales by itself, bounds for one that does not, or the
-            application has no such deployment.
+        ConfigError: a number for a deployment that scales by itself, bounds for one that does not, or there
+            is no such application, or no such deployment in it.
     """
     try:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
@@ -76,32 +82,28 @@ def scale(address: str, counts: Mapping[str, Count]) -> None:
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             raise ServiceUnavailable(f"nothing is served on the Ray cluster at {address}")
-        client.deploy_apps(scaled(client.get_serve_details(), counts))
+        client.deploy_apps(scaled(client.get_serve_details(), counts, app))
     finally:
         ray.shutdown()
 
 
-def scaled(details: Mapping[str, Any], counts: Mapping[str, Count]) -> ServeDeploySchema:
-    """What Serve says it has deployed, with other numbers of replicas.
-
-    Raises:
-        ServiceUnavailable: there is no specdec in it.
-        ConfigError: a number for a deployment that scales by itself, bounds for one that does not, or it has
-            no such deployment.
-    """
+def scaled(
+    details: Mapping[str, Any], counts: Mapping[str, Count], app: str | None = None
+) -> ServeDeploySchema:
+    """What Serve says it has deployed, with other numbers of replicas; arguments and errors as of `scale`."""
     applications = [
         dict(application["deployed_app_config"])
         for application in details["applications"].values()
         if application.get("deployed_app_config")
     ]
-    ours = [application for application in applications if application["import_path"] == APP_IMPORT_PATH]
-    if len(ours) != 1:
-        raise ServiceUnavailable(f"the cluster serves {len(ours)} specdec applications, not one")
-    (application,) = ours
+    application = _chosen(applications, app)
     if application.get("args", {}).get("draft") is None and "DraftWorker" in counts:
         raise ConfigError("it is served without a draft model")
+    names = DEPLOYMENT_NAMES if has_gateway(application) else PAIR_DEPLOYMENT_NAMES
+    if others := sorted(counts.keys() - set(names)):
+        raise ConfigError(f"the application {app!r} has no {', '.join(others)}")
     deployments = {item["name"]: dict(item) for item in application.get("deployments", [])}
-    for name in DEPLOYMENT_NAMES:
+    for name in names:
         if name in counts:
             _set_count(deployments.setdefault(name, {"name": name}), counts[name])
     application["deployments"] = list(deployments.values())
@@ -110,6 +112,21 @@ def scaled(details: Mapping[str, Any], counts: Mapping[str, Count]) -> ServeDepl
         proxy_location=details.get("proxy_location"),
         http_options=details.get("http_options") or {},
     )
+
+
+def _chosen(applications: list[dict[str, Any]], app: str | None) -> dict[str, Any]:
+    """The application with this name, or else the one with the gateway."""
+    if app is None:
+        ours = [application for application in applications if has_gateway(application)]
+        if len(ours) != 1:
+            raise ServiceUnavailable(f"the cluster serves {len(ours)} specdec gateways, not one")
+        return ours[0]
+    ours = [item for item in applications if item["import_path"] in (APP_IMPORT_PATH, PAIR_IMPORT_PATH)]
+    for application in ours:
+        if application["name"] == app:
+            return application
+    names = ", ".join(repr(application["name"]) for application in ours) or "none"
+    raise ConfigError(f"--app {app!r}: the applications of specdec are {names}")
 
 
 def _set_count(item: dict[str, Any], count: Count) -> None:

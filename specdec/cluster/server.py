@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import ray
 from ray import serve
+from ray.serve._private.application_state import StatusOverview
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
@@ -33,8 +34,10 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # The HTTP proxy reads gateways' answers over gRPC, not one Ray object per frame.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    # By default Ray starts its workers at nice 15: whatever else runs would come before the models.
+    "RAY_worker_niceness": "0",
 }
-"""Read by every process of Serve at its start; see docs/decisions/0010-way-to-the-client.md."""
+"""Read by Ray and every process of Serve at its start; see docs/decisions/0010-way-to-the-client.md."""
 PRIVATE_ENVIRONMENT = {
     # Serve's controller looks after everything ten times a second otherwise: 4 % of one of few cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
@@ -44,7 +47,7 @@ MAX_ERROR_CHARS = 400
 
 
 class RunningServer:
-    """A deployed application; use as a context manager, leaving stops all that was started here.
+    """A deployed file's applications; use as a context manager, leaving stops all that was started here.
 
     Args:
         config: a checked deployment file.
@@ -54,14 +57,13 @@ class RunningServer:
     def __init__(self, config: DeployConfig, address: str | None = None) -> None:
         self._config = config
         self._address = address
-        self._app_name = config.schema.applications[0].name
-        self._is_ours = False
-        """Whether this process put the application on a cluster it joined: only then it takes it off."""
+        self._ours: set[str] = set()
+        """Applications that this process put on a cluster it joined: only these it takes off."""
 
     @property
     def http_url(self) -> str:
         options = self._config.schema.http_options
-        prefix = (self._config.schema.applications[0].route_prefix or "").rstrip("/")
+        prefix = (self._config.gateway_application.route_prefix or "").rstrip("/")
         scheme = "https" if options.ssl_certfile else "http"
         return f"{scheme}://{_reachable(options.host)}:{options.port}{prefix}"
 
@@ -91,7 +93,7 @@ class RunningServer:
     def wait_until_ready(
         self, timeout_s: float, on_status: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Return when a request sent now would be served, with every replica that was asked for.
+        """Return when a request to any pair would be served, with every replica that was asked for.
 
         A target alone would do to serve, but a draft that cannot be loaded would then go unnoticed.
 
@@ -100,18 +102,24 @@ class RunningServer:
             ServiceUnavailable: not ready within ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
+        progress = ""
         while time.monotonic() < deadline_s:
-            self._raise_if_failed()
-            if self._is_running() and self._is_healthy():
+            apps = self._applications()
+            self._raise_if_failed(apps)
+            is_running = self._is_running(apps)
+            unserved = self._unserved() if is_running else []
+            if is_running and not unserved:
                 return
-            on_status(self._progress())
+            progress = self._progress(apps, unserved)
+            on_status(progress)
             time.sleep(POLL_S)
-        raise ServiceUnavailable(f"not ready within {timeout_s:g} s: {self._progress()}")
+        raise ServiceUnavailable(f"not ready within {timeout_s:g} s: {progress}")
 
     def _deploy(self) -> None:
         schema = self._config.schema
         running = set(serve.status().applications) if self._address else set()
-        if others := sorted(running - {self._app_name}):
+        names = set(self._config.apps)
+        if others := sorted(running - names):
             # Serve takes a file for the whole cluster and would remove what it does not name.
             raise ConfigError(
                 f"this cluster serves other applications ({', '.join(others)}); "
@@ -125,11 +133,12 @@ class RunningServer:
         )
         # What `serve run CONFIG` does; `serve.run` takes no deployment file.
         _get_global_client().deploy_apps(schema, _blocking=False)
-        self._is_ours = self._app_name not in running
+        self._ours = names - running
 
     def _stop(self) -> None:
-        if self._address is not None and self._is_ours:
-            serve.delete(self._app_name)
+        if self._address is not None:
+            for name in self._ours:
+                serve.delete(name)
         ray.shutdown()
 
     def _check_ports(self) -> None:
@@ -145,33 +154,53 @@ class RunningServer:
                 except OSError as error:
                     raise ConfigError(f"{key}: cannot listen on {host}:{port} ({error.strerror})") from error
 
-    def _raise_if_failed(self) -> None:
-        app = serve.status().applications.get(self._app_name)
-        if app and app.status == ApplicationStatus.DEPLOY_FAILED:
-            causes = [
-                f"{name}: {_root_cause(status.message)}"
-                for name, status in app.deployments.items()
-                if status.status == DeploymentStatus.DEPLOY_FAILED
-            ]
-            raise ConfigError(f"the deployment failed: {'; '.join(causes) or _root_cause(app.message)}")
+    def _raise_if_failed(self, apps: list[StatusOverview]) -> None:
+        for app in apps:
+            if app.app_status.status == ApplicationStatus.DEPLOY_FAILED:
+                causes = [
+                    f"{deployment.name}: {_root_cause(deployment.message)}"
+                    for deployment in app.deployment_statuses
+                    if deployment.status == DeploymentStatus.DEPLOY_FAILED
+                ]
+                where = f" of {app.name}" if self._config.other_pairs else ""
+                reason = "; ".join(causes) or _root_cause(app.app_status.message)
+                raise ConfigError(f"the deployment{where} failed: {reason}")
 
-    def _is_running(self) -> bool:
-        app = serve.status().applications.get(self._app_name)
-        return app is not None and app.status == ApplicationStatus.RUNNING
+    def _is_running(self, apps: list[StatusOverview]) -> bool:
+        return len(apps) == len(self._config.apps) and all(
+            app.app_status.status == ApplicationStatus.RUNNING for app in apps
+        )
 
-    def _progress(self) -> str:
-        app = serve.status().applications.get(self._app_name)
-        if app is None or not app.deployments:
+    def _progress(self, apps: list[StatusOverview], unserved: list[str]) -> str:
+        if not any(app.deployment_statuses for app in apps):
             return "starting Ray Serve"
-        waiting = [name for name, status in app.deployments.items() if status.status != "HEALTHY"]
-        return f"starting {', '.join(waiting)}" if waiting else "waiting for the first heartbeat"
+        waiting = [
+            f"{deployment.name} of {app.name}" if self._config.other_pairs else deployment.name
+            for app in apps
+            for deployment in app.deployment_statuses
+            if deployment.status != DeploymentStatus.HEALTHY
+        ]
+        if waiting:
+            return f"starting {', '.join(waiting)}"
+        return f"waiting until the gateway serves {', '.join(unserved)}" if unserved else "starting"
 
-    def _is_healthy(self) -> bool:
+    def _applications(self) -> list[StatusOverview]:
+        """Those of the file that Serve knows of.
+
+        `serve.status` pickles every deployment's router anew: seconds of CPU in the course of a start.
+        """
+        known = _get_global_client().list_serve_statuses()
+        return [app for app in known if app.name in self._config.apps]
+
+    def _unserved(self) -> list[str]:
+        """Models that the gateway does not serve, or not yet."""
         try:
             # Our own server at our own address; its certificate names the host that clients use.
-            return httpx.get(f"{self.http_url}/health", timeout=2.0, verify=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+            answer = httpx.get(f"{self.http_url}/health", timeout=2.0, verify=False)
+            ready = set(answer.json()["ready_models"]) if answer.status_code == 200 else set()
+        except (httpx.HTTPError, ValueError, KeyError):
+            ready = set()
+        return [app.model_name for app in self._config.apps.values() if app.model_name not in ready]
 
 
 def _reachable(host: str) -> str:

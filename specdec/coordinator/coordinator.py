@@ -154,6 +154,7 @@ class Coordinator:
             num_running=len(self._tickets) - len(self._waiting),
             num_waiting=len(self._waiting),
             model=self._config.model_name,
+            target_model=self._config.target.model,
             max_context=self._max_context(),
             num_speculative_tokens=self._config.max_speculative_tokens,
             targets=targets,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba import types
 
 # torch brings libgomp, and numba's OpenMP layer then uses the same: one team of threads for both. A second
 # team would compete with the first for the cores.
@@ -49,15 +49,16 @@ def pin_threads() -> bool:
     return not _pin_each(masks).any()
 
 
-_sched_setaffinity = ctypes.CDLL(None).sched_setaffinity
-_sched_setaffinity.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
-_sched_setaffinity.restype = ctypes.c_int
+# By name, not by address: numba keeps what it compiled for the next process.
+_sched_setaffinity = types.ExternalFunction(
+    "sched_setaffinity", types.int32(types.int32, types.uintp, types.uintp)
+)
 
 
-@numba.njit(parallel=True)  # type: ignore[untyped-decorator]
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
 def _pin_each(masks: Any) -> Any:
     """Each thread of the team takes one row of masks; 0 for each that was accepted."""
     results = np.ones(len(masks), np.int32)
     for row in numba.prange(len(masks)):
-        results[row] = _sched_setaffinity(0, masks.shape[1] * 8, masks[row:].ctypes)
+        results[row] = _sched_setaffinity(0, masks.shape[1] * 8, masks[row:].ctypes.data)
     return results

@@ -6,9 +6,13 @@ a whole answer say the same.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+if TYPE_CHECKING:
+    from specdec.gateway.events import ScoredToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class Content:
     """Text for the reader."""
 
     text: str
+    tokens: tuple[ScoredToken, ...] = ()
+    """Those the text is of, where somebody asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class CallBroken:
     index: int
     text: str
     """All of the call, its beginning included."""
+    tokens: tuple[ScoredToken, ...] = ()
+    """As `Content` has them."""
 
 
 Part = Reasoning | Content | CallStart | CallArguments | CallBroken
@@ -55,6 +63,11 @@ Part = Reasoning | Content | CallStart | CallArguments | CallBroken
 
 class TextParser(Protocol):
     """One answer's parser; pieces of text in, parts out."""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text so far that may yet become content."""
+        ...
 
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain now."""
@@ -67,6 +80,8 @@ class TextParser(Protocol):
 
 class PlainParser:
     """All text is content."""
+
+    num_held = 0
 
     def push(self, text: str) -> list[Part]:
         """Return the text as it is."""
@@ -126,6 +141,11 @@ class Answer:
         return tuple(self._calls.values())
 
 
+def new_call_id() -> str:
+    """What a client names a call by when it sends the result."""
+    return f"call_{uuid.uuid4().hex}"
+
+
 def merged(parts: Iterable[Part]) -> Iterator[Part]:
     """Join neighbours of a kind, so that a client gets one message for them."""
     last: Part | None = None
@@ -141,7 +161,7 @@ def merged(parts: Iterable[Part]) -> Iterator[Part]:
 def _joined(first: Part | None, second: Part) -> Part | None:
     match first, second:
         case Content(), Content():
-            return Content(first.text + second.text)
+            return Content(first.text + second.text, first.tokens + second.tokens)
         case Reasoning(), Reasoning():
             return Reasoning(first.text + second.text)
         case CallArguments(), CallArguments() if first.index == second.index:

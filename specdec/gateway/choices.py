@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from specdec.errors import DeadlineExceeded, GenerationFailed, InvariantViolation
 from specdec.gateway.answer_events import with_parts
 from specdec.gateway.answer_style import parser_of
-from specdec.gateway.answers import TextParser
+from specdec.gateway.answers import PlainParser, TextParser
 from specdec.gateway.backend import Backend
 from specdec.gateway.echo import EchoedPrompt
 from specdec.gateway.events import (
@@ -52,6 +52,8 @@ class SequencePlan:
     echo: EchoedPrompt | None
     parser: TextParser | None
     """Of its text; None where all of it is content."""
+    places_tokens: bool
+    """Parts of content have their tokens."""
     keeps_output: bool
     """False: the one token it generates was not asked for, only the prompt."""
 
@@ -100,7 +102,8 @@ def plan_sequences(
             indices=group,
             stop_strings=request.sampling.stop,
             echo=echo,
-            parser=parser_of(shape),
+            parser=parser_of(shape) or (PlainParser() if request.places_tokens else None),
+            places_tokens=request.places_tokens,
             keeps_output=request.sampling.max_tokens != 0,
         )
 
@@ -156,7 +159,7 @@ class SequenceRunner:
         """
         events = self._events(plan, tally, deadline)
         if plan.parser is not None:
-            events = with_parts(events, plan.parser)
+            events = with_parts(events, plan.parser, places_tokens=plan.places_tokens)
         return events if len(plan.indices) == 1 else _repeated(events, plan.indices[1:])
 
     async def _events(

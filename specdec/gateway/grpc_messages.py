@@ -16,6 +16,7 @@ from specdec.gateway.events import (
     TextDelta,
     Usage,
 )
+from specdec.gateway.grpc_tools import to_tool_use, write_answer, write_delta
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.requests import (
     ChatMessage,
@@ -55,8 +56,8 @@ def to_client_request(
     """Translate a request.
 
     Raises:
-        InvalidRequest: it has no prompt, an enum value this server does not know, or fields that contradict
-            each other.
+        InvalidRequest: it has no prompt, an enum value this server does not know, malformed tools, or fields
+            that contradict each other.
     """
     if request.prompt_logprobs and not request.HasField("logprobs"):
         raise InvalidRequest("prompt_logprobs is only allowed with logprobs", "prompt_logprobs")
@@ -97,11 +98,14 @@ def to_stream_response(
         case PromptEcho():
             message.prompt_logprobs.extend(map(_token_logprob, event.tokens))
         case TextDelta():
-            message.text = event.text
+            if event.parts is None:
+                message.text = event.text
+            else:
+                write_delta(event.parts, message)
             message.token_ids.extend(event.token_ids)
             message.logprobs.extend(map(_token_logprob, event.tokens))
         case Finished():
-            message.finish_reason = _FINISH_REASONS[event.finish_reason]
+            message.finish_reason = _finish_reason(event.finish_reason, has_calls=event.has_calls)
             if event.totals is not None:
                 message.usage.CopyFrom(_usage(event.totals.usage))
                 if wants_metrics:
@@ -112,14 +116,23 @@ def to_stream_response(
 
 
 def _choice(choice: Choice) -> pb.Choice:
-    return pb.Choice(
+    message = pb.Choice(
         index=choice.index,
         text=choice.text,
         token_ids=choice.token_ids,
-        finish_reason=_FINISH_REASONS[choice.finish_reason],
+        finish_reason=_finish_reason(choice.finish_reason, has_calls=choice.has_calls),
         logprobs=map(_token_logprob, choice.tokens),
         prompt_logprobs=map(_token_logprob, choice.echo.tokens if choice.echo is not None else ()),
     )
+    if choice.parts is not None:
+        write_answer(choice.parts, message)
+    return message
+
+
+def _finish_reason(reason: FinishReason, *, has_calls: bool) -> pb.FinishReason:
+    if has_calls and reason == "stop":
+        return pb.FINISH_REASON_TOOL_CALLS
+    return _FINISH_REASONS[reason]
 
 
 def _token_logprob(token: ScoredToken) -> pb.TokenLogprob:
@@ -135,11 +148,12 @@ def _token_logprob(token: ScoredToken) -> pb.TokenLogprob:
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:
+    tools = to_tool_use(request)
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(text=request.text)
         case "messages":
-            return ChatPrompt(messages=tuple(map(_message, request.messages.messages)))
+            return ChatPrompt(messages=tuple(map(_message, request.messages.messages)), tools=tools)
         case "token_ids":
             return TokenPrompt(token_ids=tuple(request.token_ids.ids))
         case _:
@@ -173,6 +187,7 @@ def _message(message: pb.ChatMessage) -> ChatMessage:
         tool_calls=tuple(
             ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
         ),
+        reasoning=message.reasoning_content,
     )
 
 

@@ -22,9 +22,9 @@ from specdec.gateway.grpc_door import DecodeInterceptor, KeyInterceptor, client_
 from specdec.gateway.grpc_errors import trailing_metadata
 from specdec.gateway.grpc_health import HealthServicer
 from specdec.gateway.grpc_messages import to_client_request, to_prompt, to_response, to_stream_response
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
-from specdec.gateway.service import GenerationService
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class GrpcServer:
 
 
 async def start_grpc_server(
-    service: GenerationService, config: GatewayConfig, ready: Callable[[], bool]
+    models: ServedModels, config: GatewayConfig, ready: Callable[[], bool]
 ) -> GrpcServer:
     """Start serving on the running event loop.
 
     Gateway replicas on one node share the port (``SO_REUSEPORT``): the kernel spreads connections over them.
 
     Args:
-        service: answers the calls.
+        models: answer the calls.
         config: address and limits.
         ready: asked by the health service.
 
@@ -64,14 +64,14 @@ async def start_grpc_server(
         ConfigError: the address cannot be bound, or reflection is on but its package is missing.
     """
     server = grpc.aio.server(
-        interceptors=(KeyInterceptor(service.keys), DecodeInterceptor()),
+        interceptors=(KeyInterceptor(models.keys), DecodeInterceptor()),
         options=[
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", config.max_body_bytes),
         ],
     )
     health = HealthServicer(("", SERVICE_NAME), ready)
-    pb_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(models), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if config.grpc_reflection:
         _enable_reflection(server)
@@ -83,8 +83,8 @@ async def start_grpc_server(
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
     """Translates calls. A cancelled or expired call is a cancelled coroutine, which closes its generation."""
 
-    def __init__(self, service: GenerationService) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def Generate(
         self,
@@ -92,11 +92,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
         async with self._answering(context) as client:
+            service = self._models.service(request.model)
             call = to_client_request(request, _new_request_id(), context.time_remaining(), client)
-            completion = await collect(self._service.metrics.measured("grpc", self._service.generate(call)))
-            return to_response(
-                completion, call.request_id, self._service.model_name, request.speculative.metrics
-            )
+            events = self._models.metrics.measured("grpc", service.model_name, service.generate(call))
+            completion = await collect(events)
+            return to_response(completion, call.request_id, service.model_name, request.speculative.metrics)
 
     async def GenerateStream(
         self,
@@ -106,15 +106,16 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         # Written as a coroutine, not a generator: were it cancelled at a yield, its cleanup would be left to
         # the garbage collector.
         async with self._answering(context) as client:
+            service = self._models.service(request.model)
             call = to_client_request(request, _new_request_id(), context.time_remaining(), client)
-            events = self._service.metrics.measured("grpc", self._service.generate(call))
+            events = self._models.metrics.measured("grpc", service.model_name, service.generate(call))
             async with aclosing(events):
                 # A client that does not read blocks the write; it must not hold the sequence for ever.
-                async with asyncio.timeout(self._service.timeout_s(call)):
+                async with asyncio.timeout(service.timeout_s(call)):
                     async for event in events:
                         await context.write(
                             to_stream_response(
-                                event, call.request_id, self._service.model_name, request.speculative.metrics
+                                event, call.request_id, service.model_name, request.speculative.metrics
                             )
                         )
 
@@ -124,13 +125,27 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
         async with self._answering(context):
-            config, info = self._service.config, self._service.model_info
+            service = self._models.service(request.model)
+            config, info = service.config, service.model_info
             return pb.GetModelInfoResponse(
-                model=self._service.model_name,
+                model=service.model_name,
                 max_context=info.max_context,
                 vocab_size=info.vocab_size,
                 num_speculative_tokens=config.max_speculative_tokens,
                 draft_model=config.draft.model if config.draft else None,
+            )
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        async with self._answering(context):
+            return pb.ListModelsResponse(
+                models=[
+                    pb.ListedModel(model=service.model_name, is_ready=service.is_ready())
+                    for service in self._models.services()
+                ]
             )
 
     async def Tokenize(
@@ -139,8 +154,9 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse],
     ) -> pb.TokenizeResponse:
         async with self._answering(context):
-            token_ids = await self._service.tokenize(to_prompt(request), request.model)
-            return pb.TokenizeResponse(token_ids=token_ids, max_context=self._service.model_info.max_context)
+            service = self._models.service(request.model)
+            token_ids = await service.tokenize(to_prompt(request))
+            return pb.TokenizeResponse(token_ids=token_ids, max_context=service.model_info.max_context)
 
     async def Detokenize(
         self,
@@ -148,9 +164,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
     ) -> pb.DetokenizeResponse:
         async with self._answering(context):
-            return pb.DetokenizeResponse(
-                text=await self._service.detokenize(request.token_ids, request.model)
-            )
+            service = self._models.service(request.model)
+            return pb.DetokenizeResponse(text=await service.detokenize(request.token_ids))
 
     @asynccontextmanager
     async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:

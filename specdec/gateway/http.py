@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP API as a FastAPI app.
 
-The app is built at import time, before there is a service, and may be pickled: its handlers are plain
-functions of this module, and it finds its service through a function given to `build_http_app`.
+The app is built at import time, before anything is served, and may be pickled: its handlers are plain
+functions of this module, and it finds what is served through a function given to `build_http_app`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -21,14 +21,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.errors import SpecDecError
+from specdec.errors import ServiceUnavailable, SpecDecError
 from specdec.gateway import http_errors, metrics
 from specdec.gateway import http_schema as schema
 from specdec.gateway.choices import best_choices
 from specdec.gateway.events import Completion, GenerationEvent, collect
 from specdec.gateway.http_body import JsonBodyMiddleware
 from specdec.gateway.http_door import OPEN_PATHS, HeadMiddleware, KeyMiddleware, LastResortMiddleware
-from specdec.gateway.http_service import ReadyService, Service, ServiceProvider
+from specdec.gateway.http_service import Models, ModelsProvider
 from specdec.gateway.http_stream import (
     ChunkFrames,
     EventStreamResponse,
@@ -37,6 +37,7 @@ from specdec.gateway.http_stream import (
     unless_disconnected,
 )
 from specdec.gateway.http_tokenizer import detokenize, tokenize, tokenizer_info
+from specdec.gateway.models import ServedModels
 from specdec.gateway.openai import ChatCompletionRequest, CompletionRequest
 from specdec.gateway.openai_responses import (
     ChatFormat,
@@ -56,11 +57,11 @@ CLIENT_CLOSED_REQUEST = 499
 """Nobody reads this status but the log: the client has left."""
 
 
-def build_http_app(get_service: ServiceProvider, cors_origins: Sequence[str] = ()) -> FastAPI:
+def build_http_app(get_models: ModelsProvider, cors_origins: Sequence[str] = ()) -> FastAPI:
     """Build the app.
 
     Args:
-        get_service: called for every request; where the app is pickled, a module-level function.
+        get_models: called for every request; where the app is pickled, a module-level function.
         cors_origins: web pages that may call it from a browser, like ``https://example.com``; ``*`` is all.
     """
     app = FastAPI(
@@ -76,7 +77,7 @@ def build_http_app(get_service: ServiceProvider, cors_origins: Sequence[str] = (
             HTTPException: http_errors.on_http_error,
         },
     )
-    app.state.get_service = get_service
+    app.state.get_models = get_models
     for method, path, handler, responses in (
         (
             "POST",
@@ -100,7 +101,7 @@ def build_http_app(get_service: ServiceProvider, cors_origins: Sequence[str] = (
         ("GET", "/v1/models/{name:path}", retrieve_model, schema.answers(schema.MODEL, 404, 503)),
         ("POST", "/tokenize", tokenize, schema.answers(schema.TOKENS, *schema.TOKENIZER_ERRORS)),
         ("POST", "/detokenize", detokenize, schema.answers(schema.TEXT, *schema.TOKENIZER_ERRORS)),
-        ("GET", "/tokenizer_info", tokenizer_info, schema.answers(schema.TOKENIZER_INFO, 503)),
+        ("GET", "/tokenizer_info", tokenizer_info, schema.answers(schema.TOKENIZER_INFO, 404, 503)),
         ("GET", "/health", health, schema.answers(schema.HEALTH, 503)),
         ("GET", "/status", status, schema.answers(schema.STATUS, 503)),
         ("GET", "/metrics", expose_metrics, schema.answers(schema.METRICS, 503, media_type="text/plain")),
@@ -129,64 +130,69 @@ def _middleware(cors_origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: Service) -> Response:
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, models: Models) -> Response:
     """Answer a conversation, whole or as a stream of server-sent events."""
+    service = models.service(body.model)
     response = _format(ChatFormat, "chatcmpl", body, service)
-    frames = ChunkFrames(response) if body.stream else None
-    return await _respond(
-        request, service, body.to_client_request(response.request_id), response.whole, frames
-    )
+    asked = _Asked(request, models, service, body.to_client_request(response.request_id))
+    return await _respond(asked, response.whole, ChunkFrames(response) if body.stream else None)
 
 
-async def create_completion(body: CompletionRequest, request: Request, service: Service) -> Response:
+async def create_completion(body: CompletionRequest, request: Request, models: Models) -> Response:
     """Continue a text, whole or as a stream of server-sent events."""
+    service = models.service(body.model)
     response = _format(CompletionFormat, "cmpl", body, service)
-    frames = ChunkFrames(response) if body.stream else None
-    return await _respond(
-        request, service, body.to_client_request(response.request_id), response.whole, frames
-    )
+    asked = _Asked(request, models, service, body.to_client_request(response.request_id))
+    return await _respond(asked, response.whole, ChunkFrames(response) if body.stream else None)
 
 
-async def create_response(body: ResponsesRequest, request: Request, service: Service) -> Response:
+async def create_response(body: ResponsesRequest, request: Request, models: Models) -> Response:
     """Answer a conversation as OpenAI's newer API does, without storing anything."""
+    service = models.service(body.model)
     response = ResponsesFormat(
         request_id=f"resp_{uuid.uuid4().hex}",
         model=service.model_name,
         created=int(time.time()),
         body=body,
     )
-    frames = ResponsesFrames(response) if body.stream else None
-    return await _respond(
-        request, service, body.to_client_request(response.request_id), response.whole, frames
-    )
+    asked = _Asked(request, models, service, body.to_client_request(response.request_id))
+    return await _respond(asked, response.whole, ResponsesFrames(response) if body.stream else None)
 
 
-async def list_models(service: ReadyService) -> JsonObject:
-    """List the served model; 503 until it can be used."""
-    return {"object": "list", "data": [model_card(service.model_name, service.created)]}
+async def list_models(models: Models) -> JsonObject:
+    """List the models that can be used now; 503 while none can."""
+    services = models.ready_services()
+    if not services:
+        raise ServiceUnavailable("no worker is ready to serve a model")
+    return {"object": "list", "data": [model_card(item.model_name, item.created) for item in services]}
 
 
-async def retrieve_model(name: str, service: ReadyService) -> JsonObject:
-    """Describe the served model; its name may contain slashes."""
+async def retrieve_model(name: str, models: Models) -> JsonObject:
+    """Describe a served model; its name may contain slashes. 503 until it can be used."""
     if not name:
         raise HTTPException(404)
-    service.check_model(name)
+    service = models.ready_service(name)
     return model_card(service.model_name, service.created)
 
 
-async def health(service: ReadyService) -> JsonObject:
-    """Readiness: 200 when a request sent now would be served, else 503."""
-    return {"status": "ready", "model": service.model_name}
+async def health(models: Models) -> JsonObject:
+    """Readiness: 200 when a request that names no model would be served, else 503; and which models would."""
+    first = models.ready_service(None)
+    ready = [service.model_name for service in models.ready_services()]
+    return {"status": "ready", "model": first.model_name, "ready_models": ready}
 
 
-async def status(service: Service) -> JsonObject:
+async def status(models: Models) -> JsonObject:
     """For operators: coordinators and workers as of the last poll, with their load and acceptance."""
-    return {"coordinators": [asdict(coordinator) for coordinator in service.coordinators()]}
+    return {
+        "coordinators": [asdict(coordinator) for coordinator in models.coordinators()],
+        "absent": [{"application": key, **asdict(pair)} for key, pair in models.absent().items()],
+    }
 
 
-async def expose_metrics(service: Service) -> Response:
+async def expose_metrics(models: Models) -> Response:
     """For Prometheus: what this gateway served, and what the coordinators count."""
-    return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
+    return Response(models.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
 
 async def version() -> JsonObject:
@@ -210,34 +216,42 @@ def _format(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request for a completion."""
+
+    http: Request
+    """As it came."""
+    models: ServedModels
+    service: GenerationService
+    """Of the model it is for."""
+    client_request: ClientRequest
+    """Translated."""
+
+
 async def _respond(
-    request: Request,
-    service: GenerationService,
-    client_request: ClientRequest,
-    whole: Callable[[Completion], JsonObject],
-    frames: Frames | None,
+    asked: _Asked, whole: Callable[[Completion], JsonObject], frames: Frames | None
 ) -> Response:
     """Generate and answer.
 
     Args:
-        request: as it came.
-        service: generates.
-        client_request: the translated request.
+        asked: what for.
         whole: makes the answer of a request that does not stream.
         frames: makes that of one that does.
     """
-    named_request = replace(client_request, client=request.state.client)
-    events = service.metrics.measured("http", service.generate(named_request))
+    http, service = asked.http, asked.service
+    client_request = replace(asked.client_request, client=http.state.client)
+    events = asked.models.metrics.measured("http", service.model_name, service.generate(client_request))
     try:
         if frames is None:
-            completion = await unless_disconnected(request.receive, collect(events))
+            completion = await unless_disconnected(http.receive, collect(events))
             return JSONResponse(whole(best_choices(client_request, completion)))
 
         async def first_event() -> GenerationEvent:
             return await anext(events)
 
         # What is wrong with a request shows up here, while a status can still tell it.
-        first = await unless_disconnected(request.receive, first_event())
+        first = await unless_disconnected(http.receive, first_event())
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return EventStreamResponse(

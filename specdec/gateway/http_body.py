@@ -80,6 +80,6 @@ def _is_json(content_type: str) -> bool:
 
 
 def _max_body_bytes(scope: Scope) -> int:
-    service = scope["app"].state.get_service()
-    config: GatewayConfig = service.config.gateway if service is not None else GatewayConfig()
+    models = scope["app"].state.get_models()
+    config: GatewayConfig = models.config if models is not None else GatewayConfig()
     return config.max_body_bytes

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.errors import InvariantViolation, ServiceUnavailable, SpecDecError
 from specdec.gateway.faults import log_fault
 from specdec.gateway.http_errors import error_response
-from specdec.gateway.service import GenerationService
+from specdec.gateway.models import ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ class KeyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or 503 while there is no service that knows the keys; or pass the request on."""
+        """Answer 401, or 503 while nothing is served that knows the keys; or pass the request on."""
         if scope["type"] == "http" and not _is_open(scope):
             try:
-                client = _service(scope).keys.check(Headers(scope=scope).get("authorization"))
+                client = _models(scope).keys.check(Headers(scope=scope).get("authorization"))
             except SpecDecError as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -84,8 +84,8 @@ class LastResortMiddleware:
                 raise  # Only the connection's end can tell it now.
             await error_response(InvariantViolation("internal error"))(scope, receive, send_noting)
         finally:
-            if status is not None and (service := _service_or_none(scope)) is not None:
-                service.metrics.count_http_answer(status)
+            if status is not None and (models := _models_or_none(scope)) is not None:
+                models.metrics.count_http_answer(status)
 
 
 def _is_open(scope: Scope) -> bool:
@@ -98,13 +98,13 @@ def _route_path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-def _service_or_none(scope: Scope) -> GenerationService | None:
-    service: GenerationService | None = scope["app"].state.get_service()
-    return service
+def _models_or_none(scope: Scope) -> ServedModels | None:
+    models: ServedModels | None = scope["app"].state.get_models()
+    return models
 
 
-def _service(scope: Scope) -> GenerationService:
-    service = _service_or_none(scope)
-    if service is None:
+def _models(scope: Scope) -> ServedModels:
+    models = _models_or_none(scope)
+    if models is None:
         raise ServiceUnavailable("the gateway is starting")
-    return service
+    return models

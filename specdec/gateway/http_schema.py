@@ -41,7 +41,7 @@ ERROR: Schema = {
 _ERROR_DESCRIPTIONS = {
     400: "A field is unknown, malformed, out of range or not supported.",
     401: "API keys are set and none of them was sent.",
-    404: "Another model's name, or an unknown path.",
+    404: "The name of a model that is not served, or an unknown path.",
     413: "The body is larger than the deployment allows.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; retry after a pause.",
@@ -113,8 +113,13 @@ RESPONSE = _object(
 )
 MODEL = _object({"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING})
 MODEL_LIST = _object({"object": {"const": "list"}, "data": _list(MODEL)})
-HEALTH = _object({"status": {"const": "ready"}, "model": _STRING})
-STATUS = _object({"coordinators": _list({"type": "object"})})
+HEALTH = _object({"status": {"const": "ready"}, "model": _STRING, "ready_models": _list(_STRING)})
+STATUS = _object(
+    {
+        "coordinators": _list({"type": "object"}),
+        "absent": _list(_object({"application": _STRING, "reason": _STRING, "name": _OPTIONAL_STRING})),
+    }
+)
 METRICS = _STRING
 VERSION = _object({"version": _STRING})
 TOKENS = _object({"tokens": _list(_INTEGER), "count": _INTEGER, "max_model_len": _INTEGER})

@@ -1,4 +1,4 @@
-"""How handlers find the process's service."""
+"""How handlers find what this process serves."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from specdec.errors import ServiceUnavailable
-from specdec.gateway.service import GenerationService
+from specdec.gateway.models import ServedModels
 
-ServiceProvider = Callable[[], GenerationService | None]
-"""Returns the process's service, or None while there is none yet."""
+ModelsProvider = Callable[[], ServedModels | None]
+"""Returns what the process serves, or None while it serves nothing yet."""
 
 
-async def _current_service(request: Request) -> GenerationService:
-    service: GenerationService | None = request.app.state.get_service()
-    if service is None:
+async def _current_models(request: Request) -> ServedModels:
+    models: ServedModels | None = request.app.state.get_models()
+    if models is None:
         raise ServiceUnavailable("the gateway is starting")
-    return service
+    return models
 
 
-async def _ready_service(request: Request) -> GenerationService:
-    service = await _current_service(request)
-    if not service.is_ready():
-        raise ServiceUnavailable("no worker is ready to serve the model")
-    return service
-
-
-Service = Annotated[GenerationService, Depends(_current_service)]
-ReadyService = Annotated[GenerationService, Depends(_ready_service)]
+Models = Annotated[ServedModels, Depends(_current_models)]

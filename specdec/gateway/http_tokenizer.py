@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.errors import InvalidRequest
-from specdec.gateway.http_service import Service
+from specdec.gateway.http_service import Models
 from specdec.gateway.openai_fields import Fields
 from specdec.gateway.openai_messages import ChatMessageFields
 from specdec.gateway.openai_responses import JsonObject
@@ -45,9 +45,10 @@ class DetokenizeRequest(Fields):
     model: str | None = None
 
 
-async def tokenize(body: TokenizeRequest, service: Service) -> JsonObject:
+async def tokenize(body: TokenizeRequest, models: Models) -> JsonObject:
     """Encode a text or a conversation, as a request with it would be."""
-    token_ids = await service.tokenize(body.to_prompt(), body.model)
+    service = models.service(body.model)
+    token_ids = await service.tokenize(body.to_prompt())
     return {
         "tokens": list(token_ids),
         "count": len(token_ids),
@@ -55,13 +56,14 @@ async def tokenize(body: TokenizeRequest, service: Service) -> JsonObject:
     }
 
 
-async def detokenize(body: DetokenizeRequest, service: Service) -> JsonObject:
+async def detokenize(body: DetokenizeRequest, models: Models) -> JsonObject:
     """Decode token ids, special tokens included."""
-    return {"prompt": await service.detokenize(body.tokens, body.model)}
+    return {"prompt": await models.service(body.model).detokenize(body.tokens)}
 
 
-async def tokenizer_info(service: Service) -> JsonObject:
+async def tokenizer_info(models: Models, model: str | None = None) -> JsonObject:
     """Special tokens, chat template and sizes, for clients that prepare prompts by themselves."""
+    service = models.service(model)
     return {
         **service.describe_tokenizer(),
         "model": service.model_name,

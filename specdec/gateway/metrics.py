@@ -46,46 +46,46 @@ class GatewayMetrics:
         self._gateway = uuid.uuid4().hex[:8]
         """Series of gateways behind one address must not be taken for one another's."""
         registry = self._registry = CollectorRegistry()
-        own, by_protocol = ["gateway"], ["gateway", "protocol"]
+        own, by_request = ["gateway"], ["gateway", "protocol", "model"]
         self._http_answers = Counter(
             "specdec_http_responses", "HTTP answers by status.", [*own, "status"], registry=registry
         )
         self._requests = Counter(
             "specdec_requests",
-            "Generations that ended, by protocol and outcome.",
-            [*by_protocol, "outcome"],
+            "Generations that ended, by protocol, model and outcome.",
+            [*by_request, "outcome"],
             registry=registry,
         )
         self._running = Gauge(
-            "specdec_requests_running", "Generations under way.", by_protocol, registry=registry
+            "specdec_requests_running", "Generations under way.", by_request, registry=registry
         )
         self._prompt_tokens = Counter(
             "specdec_prompt_tokens",
             "Prompt tokens of generations that were finished.",
-            by_protocol,
+            by_request,
             registry=registry,
         )
         self._output_tokens = Counter(
-            "specdec_generation_tokens", "Tokens handed to clients.", by_protocol, registry=registry
+            "specdec_generation_tokens", "Tokens handed to clients.", by_request, registry=registry
         )
         self._first_token_s = Histogram(
             "specdec_time_to_first_token_seconds",
             "From the request to its first token.",
-            by_protocol,
+            by_request,
             buckets=REQUEST_S,
             registry=registry,
         )
         self._output_token_s = Histogram(
             "specdec_time_per_output_token_seconds",
             "Of a request's tokens behind its first piece, the mean.",
-            by_protocol,
+            by_request,
             buckets=TOKEN_S,
             registry=registry,
         )
         self._request_s = Histogram(
             "specdec_request_duration_seconds",
             "From the request to the end of its answer, streams included.",
-            by_protocol,
+            by_request,
             buckets=REQUEST_S,
             registry=registry,
         )
@@ -100,13 +100,13 @@ class GatewayMetrics:
         self._http_answers.labels(self._gateway, status).inc()
 
     async def measured(
-        self, protocol: str, events: AsyncGenerator[GenerationEvent, None]
+        self, protocol: str, model: str, events: AsyncGenerator[GenerationEvent, None]
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Hand on the events of one request, measured until the caller has taken the last or closes this.
 
         ``events`` is closed with it.
         """
-        labels = (self._gateway, protocol)
+        labels = (self._gateway, protocol, model)
         watch = _Stopwatch(self._clock)
         outcome = CANCELLED
         self._running.labels(*labels).inc()
@@ -176,29 +176,33 @@ class _CoordinatorCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Build the families."""
         statuses = self._statuses()
+        by_coordinator, by_worker = ["model", "coordinator"], ["model", "role", "worker"]
         for name, field, what in _COORDINATOR_COUNTERS:
-            counter = CounterMetricFamily(name, what, labels=["coordinator"])
+            counter = CounterMetricFamily(name, what, labels=by_coordinator)
             for status in statuses:
-                counter.add_metric([status.coordinator_id], getattr(status, field))
+                counter.add_metric([status.model, status.coordinator_id], getattr(status, field))
             yield counter
         for name, field, what in _COORDINATOR_GAUGES:
-            gauge = GaugeMetricFamily(name, what, labels=["coordinator"])
+            gauge = GaugeMetricFamily(name, what, labels=by_coordinator)
             for status in statuses:
-                gauge.add_metric([status.coordinator_id], getattr(status, field))
+                gauge.add_metric([status.model, status.coordinator_id], getattr(status, field))
             yield gauge
         in_use = GaugeMetricFamily(
-            "specdec_kv_tokens_in_use", "Cached positions of a worker.", labels=["role", "worker"]
+            "specdec_kv_tokens_in_use", "Cached positions of a worker.", labels=by_worker
         )
         capacity = GaugeMetricFamily(
-            "specdec_kv_capacity_tokens", "KV cache of a worker, in tokens.", labels=["role", "worker"]
+            "specdec_kv_capacity_tokens", "KV cache of a worker, in tokens.", labels=by_worker
         )
         # Every coordinator names all workers it knows.
         workers = {
-            worker.worker_id: worker for status in statuses for worker in (*status.targets, *status.drafts)
+            worker.worker_id: (status.model, worker)
+            for status in statuses
+            for worker in (*status.targets, *status.drafts)
         }
-        for worker in workers.values():
-            in_use.add_metric([worker.role, worker.worker_id], worker.kv_tokens_in_use)
-            capacity.add_metric([worker.role, worker.worker_id], worker.kv_capacity_tokens)
+        for model, worker in workers.values():
+            labels = [model, worker.role, worker.worker_id]
+            in_use.add_metric(labels, worker.kv_tokens_in_use)
+            capacity.add_metric(labels, worker.kv_capacity_tokens)
         yield in_use
         yield capacity
 

@@ -14,11 +14,15 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> Logprobs | None:
     """``choices[].logprobs`` of a chat completion; None for no tokens."""
     if not tokens:
         return None
-    content = [
+    return {"content": token_logprobs(tokens), "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[ScoredToken]) -> list[Logprobs]:
+    """An entry for each token, as chat completions and responses have it."""
+    return [
         {**_chat_token(token), "top_logprobs": [_chat_token(likely) for likely in token.top]}
         for token in tokens
     ]
-    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> Logprobs | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -14,6 +13,7 @@ from specdec.gateway.answers import (
     Content,
     Part,
     Reasoning,
+    new_call_id,
 )
 
 JsonObject = dict[str, object]
@@ -30,7 +30,7 @@ def message_of(parts: Iterable[Part]) -> JsonObject:
     if answer.calls:
         message["tool_calls"] = [
             {
-                "id": _new_id(),
+                "id": new_call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -48,13 +48,9 @@ def delta_of(part: Part) -> JsonObject:
             return {"reasoning_content": part.text}
         case CallStart():
             function = {"name": part.name, "arguments": ""}
-            call = {"index": part.index, "id": _new_id(), "type": "function", "function": function}
+            call = {"index": part.index, "id": new_call_id(), "type": "function", "function": function}
             return {"tool_calls": [call]}
         case CallArguments():
             return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
         case _:
             assert_never(part)
-
-
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex}"

@@ -17,11 +17,11 @@ class FunctionDefinitionFields(Fields):
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
-    """Without effect: a forced call always follows its schema, another is the model's own."""
+    """A call that is not forced follows its schema, too."""
 
     def to_tool(self, param: str) -> Tool:
         """Check and translate; see `make_tool`."""
-        return make_tool(self.name, self.description, self.parameters, param)
+        return make_tool(self.name, self.description, self.parameters, param, is_strict=self.strict is True)
 
 
 class ToolFields(Fields):

@@ -1,10 +1,10 @@
-"""The one grammar an output must match: what the client asks for, forced calls, reasoning in front."""
+"""The one grammar an output must match: what the client asks for, calls, reasoning in front."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +15,7 @@ from specdec.engine.grammar import Grammars
 from specdec.errors import ConfigError, InvalidRequest
 from specdec.gateway.grammar_check import GrammarChecker
 from specdec.gateway.reasoning import CLOSE, OPEN, Thinking
-from specdec.gateway.structured import Constraint
+from specdec.gateway.structured import Constraint, json_object
 from specdec.gateway.tools.definitions import ToolUse
 from specdec.gateway.tools.formats import ToolFormat, lark_text
 
@@ -41,7 +41,7 @@ class OutputShape:
     @property
     def is_free(self) -> bool:
         """Whether any output will do."""
-        return self.constraint is None and not self._is_call_forced
+        return self.constraint is None and (self.tools is None or not self.tools.is_held)
 
     @property
     def _is_call_forced(self) -> bool:
@@ -56,11 +56,13 @@ class OutputShape:
         """Write the grammar, as llguidance reads it.
 
         Reasoning stands in front of whatever is asked for. Where calls are possible but not forced, there may
-        be calls in place of the content.
+        be calls in place of the content, or in and behind it where it is free text.
 
         Args:
             is_token: whether a text is a token of its own, which a model then writes and nothing else.
         """
+        if self.constraint is None and not self._is_call_forced:
+            return self._free_text_with_calls(is_token)
         content = None if self._is_call_forced else self.constraint
         parts = {} if content is None else {"content": content.grammar}
         alternatives = [f"@{name}" for name in parts]
@@ -73,16 +75,28 @@ class OutputShape:
             }
         thought, thought_rules = _thought(self.thinking, is_token)
         start = f"start: {thought} ({' | '.join(alternatives)})"
-        lark = "\n".join([start, *rules, *thought_rules])
-        named = [{"name": name, **json.loads(grammar)} for name, grammar in parts.items()]
-        return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+        return _written([start, *rules, *thought_rules], parts)
+
+    def _free_text_with_calls(self, is_token: Callable[[str], bool]) -> str:
+        assert self.tools is not None
+        assert self.tool_format is not None
+        parts = {
+            f"arguments_{idx}": (tool.arguments if tool.is_strict else json_object("tools")).grammar
+            for idx, tool in enumerate(self.tools.callable)
+        }
+        thought, thought_rules = _thought_before_text(self.thinking, is_token)
+        # Text that begins as reasoning is reasoning: in there, nothing opens a call.
+        barred = rf"\s*{OPEN}" if self.thinking is Thinking.POSSIBLE else ""
+        rules = self.tool_format.answer_rules(self.tools, is_token, barred)
+        return _written([f"start: {thought} answer", *rules, *thought_rules], parts)
 
     def parts(self) -> Iterator[Constraint]:
         """Yield what came from the client, each to be blamed on its own field."""
         if self.constraint is not None:
             yield self.constraint
         if self.tools is not None:
-            yield from (tool.arguments for tool in self.tools.callable)
+            is_any_held = self.constraint is not None or self._is_call_forced
+            yield from (tool.arguments for tool in self.tools.callable if is_any_held or tool.is_strict)
 
 
 class OutputGrammars:
@@ -126,6 +140,12 @@ class OutputGrammars:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
+def _written(rules: list[str], parts: Mapping[str, str]) -> str:
+    """A grammar of Lark rules, and of others that they name with an ``@``."""
+    named = [{"name": name, **json.loads(grammar)} for name, grammar in parts.items()]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *named]})
+
+
 def _thought(thinking: Thinking, is_token: Callable[[str], bool]) -> tuple[str, list[str]]:
     """What stands in front of the answer, and the Lark rules it needs."""
     if thinking is Thinking.ABSENT:
@@ -137,6 +157,14 @@ def _thought(thinking: Thinking, is_token: Callable[[str], bool]) -> tuple[str, 
     if thinking is Thinking.OPEN:
         return "thought SPACE", rules
     return f"({lark_text(OPEN, is_token)} thought SPACE)?", rules
+
+
+def _thought_before_text(thinking: Thinking, is_token: Callable[[str], bool]) -> tuple[str, list[str]]:
+    """As `_thought`, in front of text, which begins with whatever white space it likes."""
+    thought, rules = _thought(thinking, is_token)
+    if thinking is Thinking.POSSIBLE and not is_token(OPEN):
+        return "(THINK thought)?", [*rules, f"THINK: /\\s*{OPEN}/"]
+    return thought, rules
 
 
 def _is_token(tokenizer: LLTokenizer, text: str) -> bool:

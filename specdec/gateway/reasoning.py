@@ -55,6 +55,11 @@ class ReasoningSplitter:
         """Nothing but whitespace was seen of the part that is being read."""
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """See `TextParser`."""
+        return self._answer.num_held if self._is_over else len(self._held)
+
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain now."""
         if self._is_over:

@@ -71,8 +71,8 @@ def _check_length(request: ClientRequest) -> None:
 
 def _check_grammar(request: ClientRequest) -> None:
     options = request.sampling
-    is_call_forced = any(isinstance(prompt, ChatPrompt) and prompt.forces_call for prompt in request.prompts)
-    if options.constraint is None and not is_call_forced:
+    holds_calls = any(isinstance(prompt, ChatPrompt) and prompt.holds_calls for prompt in request.prompts)
+    if options.constraint is None and not holds_calls:
         return
     for name, value in (("min_tokens", options.min_tokens), ("ignore_eos", options.ignore_eos)):
         if value:

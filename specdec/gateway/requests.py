@@ -43,9 +43,9 @@ class ChatPrompt:
     """Variables for the template, such as ``enable_thinking``."""
 
     @property
-    def forces_call(self) -> bool:
-        """Whether the answer must be a tool call."""
-        return self.tools is not None and self.tools.mode == "required"
+    def holds_calls(self) -> bool:
+        """Whether a grammar says how tools are called."""
+        return self.tools is not None and self.tools.is_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +123,8 @@ class ClientRequest:
     """Log-probabilities of every token and of so many of the likeliest; of the prompt's too with ``echo``."""
     logprobs_field: str = "logprobs"
     """What the client calls the number."""
+    places_tokens: bool = False
+    """Give the output's tokens with log-probabilities also with the parts of its content."""
     model: str | None = None
     """None or empty takes the served model."""
     sampling: SamplingOptions = field(default=SamplingOptions())

@@ -83,6 +83,7 @@ class ResponsesFormat:
             if choice.forced is None
             else {"type": "function", "name": choice.forced},
             "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }

@@ -79,6 +79,8 @@ class ResponsesRequest(GenerationFields):
     tools: list[ResponseToolFields] | None = None
     tool_choice: ResponsesToolChoice = None
     parallel_tool_calls: bool | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = None
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: StructuredOutputsFields | None = None
     chat_template_kwargs: dict[str, object] | None = None
@@ -90,10 +92,8 @@ class ResponsesRequest(GenerationFields):
     conversation: Annotated[object, only(None)] = None
     background: Annotated[bool | None, only(None, False)] = None
     prompt: Annotated[object, only(None)] = None
-    include: Annotated[list[object] | None, only(None, [])] = None
     max_tool_calls: Annotated[object, only(None)] = None
     reasoning: Annotated[object, only(None, {})] = None
-    top_logprobs: Annotated[int | None, only(None, 0)] = None
     truncation: Annotated[str | None, only(None, "disabled")] = None
 
     # Changes nothing in the output.
@@ -121,6 +121,10 @@ class ResponsesRequest(GenerationFields):
             InvalidRequest: fields contradict each other.
         """
         self.check_stream_options()
+        if self.top_logprobs and not self.include:
+            raise InvalidRequest(
+                'top_logprobs is only allowed with include: ["message.output_text.logprobs"]', "top_logprobs"
+            )
         text_format = self.text.format if self.text is not None else None
         constraint = constraint_of(
             text_format.constraint() if text_format is not None else None, self.structured_outputs
@@ -134,6 +138,9 @@ class ResponsesRequest(GenerationFields):
         return ClientRequest(
             request_id=request_id,
             prompts=(prompt,),
+            num_logprobs=(self.top_logprobs or 0) if self.include else None,
+            logprobs_field="top_logprobs",
+            places_tokens=bool(self.include),
             model=self.model,
             sampling=self.sampling_options(self.max_output_tokens, constraint),
             speculative=self.speculative_options(),

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, assert_never
 
-from specdec.gateway.answers import CallArguments, CallBroken, CallStart, Content, Part, Reasoning, merged
+from specdec.gateway.answers import (
+    CallArguments,
+    CallBroken,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    merged,
+    new_call_id,
+)
+from specdec.gateway.events import ScoredToken
+from specdec.gateway.openai_logprobs import token_logprobs
 
 JsonObject = dict[str, object]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -22,6 +33,7 @@ class _Item(ABC):
 
     def __init__(self, output_index: int) -> None:
         self._texts: list[str] = []
+        self._tokens: list[ScoredToken] = []
         self._output_index = output_index
         self._id = f"{self.prefix}_{uuid.uuid4().hex}"
 
@@ -37,9 +49,10 @@ class _Item(ABC):
             "item": self.shown("in_progress"),
         }
 
-    def write(self, text: str) -> JsonObject:
-        """Take more text; return its event."""
+    def write(self, text: str, tokens: Sequence[ScoredToken] = ()) -> JsonObject:
+        """Take more text and its tokens, if they are asked for; return its event."""
         self._texts.append(text)
+        self._tokens += tokens
         return {"type": f"{self._text_event}.delta", **self._place(), "delta": text}
 
     def closing(self, status: Status) -> Iterator[JsonObject]:
@@ -94,15 +107,16 @@ class _MessageItem(_TextItem):
     prefix = "msg"
     _text_event = "response.output_text"
 
-    def write(self, text: str) -> JsonObject:
-        return {**super().write(text), "logprobs": []}
+    def write(self, text: str, tokens: Sequence[ScoredToken] = ()) -> JsonObject:
+        return {**super().write(text, tokens), "logprobs": token_logprobs(tokens)}
 
     def closing(self, status: Status) -> Iterator[JsonObject]:
         done, *others = super().closing(status)
-        yield from ({**done, "logprobs": []}, *others)
+        yield from ({**done, "logprobs": token_logprobs(self._tokens)}, *others)
 
     def _part(self, text: str) -> JsonObject:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        logprobs = token_logprobs(self._tokens) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _body(self, *, is_empty: bool) -> JsonObject:
         return {"role": "assistant", "content": [] if is_empty else [self._part(self.text)]}
@@ -128,7 +142,7 @@ class _CallItem(_Item):
     def __init__(self, output_index: int, name: str) -> None:
         super().__init__(output_index)
         self._name = name
-        self._call_id = f"call_{uuid.uuid4().hex}"
+        self._call_id = new_call_id()
 
     def closing(self, status: Status) -> Iterator[JsonObject]:
         yield {
@@ -164,7 +178,7 @@ class OutputWriter:
                     yield self._item.write(part.text)
                 case CallBroken():
                     yield from self.close("incomplete")
-                    yield from self._write_text(Content(part.text))
+                    yield from self._write_text(Content(part.text, part.tokens))
                 case _:
                     assert_never(part)
 
@@ -180,7 +194,7 @@ class OutputWriter:
         if not isinstance(self._item, kind):
             yield from self._begin(kind(len(self.output) + (self._item is not None)))
         assert self._item is not None
-        yield self._item.write(part.text)
+        yield self._item.write(part.text, part.tokens if isinstance(part, Content) else ())
 
     def _begin(self, item: _Item) -> Iterator[JsonObject]:
         yield from self.close("completed")

@@ -1,4 +1,4 @@
-"""The one service behind HTTP and gRPC: checks a request, submits it, and turns committed tokens into text.
+"""The service of one model behind HTTP and gRPC: checks a request, submits it, and makes text of its tokens.
 
 Knows nothing of either protocol, nor of what is behind the `Backend`.
 """
@@ -13,7 +13,6 @@ from functools import partial
 
 from specdec.config import AppConfig
 from specdec.engine.grammar import Grammars
-from specdec.errors import UnknownModel
 from specdec.gateway.answer_style import AnswerStyle, showing_tags
 from specdec.gateway.backend import Backend
 from specdec.gateway.choices import (
@@ -26,14 +25,11 @@ from specdec.gateway.choices import (
 from specdec.gateway.echo import EchoedPrompt, echoed_prompt
 from specdec.gateway.events import Finished, GenerationEvent
 from specdec.gateway.interleave import interleaved
-from specdec.gateway.keys import ApiKeys
-from specdec.gateway.limits import ClientLimits
-from specdec.gateway.metrics import GatewayMetrics
 from specdec.gateway.output_grammars import OutputGrammars, OutputShape
-from specdec.gateway.pace import Pace
 from specdec.gateway.prompts import PromptEncoder, PromptTokenizer, copy_of_backend
 from specdec.gateway.request_shape import check_shape
 from specdec.gateway.requests import ClientRequest, Prompt
+from specdec.gateway.shared import Shared
 from specdec.gateway.validation import build_generation_request
 from specdec.gateway.vocabulary import Vocabulary
 from specdec.messages import CoordinatorStatus
@@ -43,14 +39,15 @@ PROMPT_END_TOKENS = 16
 
 
 class GenerationService:
-    """One gateway's service.
+    """One gateway's service for one pair; which of them a request is for is `ServedModels`' to say.
 
     Args:
         backend: where tokens come from.
         tokenizer: the target's; a ``transformers.PreTrainedTokenizerBase`` with a fast backend.
-        config: the deployment's configuration.
+        config: the pair's configuration; its ``gateway`` is the gateway's, but for the parsers.
         model_info: facts about the target model.
         created: Unix time in whole seconds, shown by ``/v1/models``.
+        shared: what it has in common with the gateway's other services; None: made from ``config``.
 
     Raises:
         ConfigError: the tokenizer has no fast backend, or the file of API keys cannot be used.
@@ -63,11 +60,11 @@ class GenerationService:
         config: AppConfig,
         model_info: ModelInfo,
         created: int = 0,
+        shared: Shared | None = None,
     ) -> None:
         self.config = config
         self.created = created
-        self.keys = ApiKeys.load(config.gateway.api_keys_file)
-        self.metrics = GatewayMetrics(backend.statuses)
+        self.shared = shared or Shared.of(config.gateway)
         self._backend = backend
         self._prompt_encoder = PromptEncoder(tokenizer, model_info.vocab_size)
         self._decoding_tokenizer = showing_tags(copy_of_backend(tokenizer))
@@ -75,7 +72,7 @@ class GenerationService:
             backend=backend,
             tokenizer=self._decoding_tokenizer,
             vocabulary=Vocabulary(self._decoding_tokenizer),
-            pace=Pace(config.gateway.max_stream_messages_per_s),
+            pace=self.shared.pace,
         )
         self._model_info = model_info
         self._answer_style = AnswerStyle(
@@ -86,7 +83,6 @@ class GenerationService:
         self._output_grammars = OutputGrammars(
             Grammars(lambda: tokenizer, model_info.vocab_size, model_info.eos_token_ids)
         )
-        self._limits = ClientLimits(config.gateway.max_requests_per_key, self.keys)
 
     @property
     def model_name(self) -> str:
@@ -106,35 +102,22 @@ class GenerationService:
         """The coordinators known, as of the last poll."""
         return self._backend.statuses()
 
-    def check_model(self, name: str | None) -> None:
-        """Accept the served model's name, or none.
-
-        Raises:
-            UnknownModel: it is another name.
-        """
-        if name and name != self.model_name:
-            raise UnknownModel(
-                f"the model {name[:200]!r} is not served here; {self.model_name!r} is", "model"
-            )
-
     def timeout_s(self, request: ClientRequest) -> float:
         """Seconds the request may take: the client's deadline or the gateway's, whichever is shorter."""
         limit = self.config.gateway.request_timeout_s
         return limit if request.timeout_s is None else min(limit, request.timeout_s)
 
-    async def tokenize(self, prompt: Prompt, model: str | None = None) -> tuple[int, ...]:
+    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids that a request with this prompt would begin with; may be none.
 
         Raises:
-            RequestError: it cannot be encoded, or another model is meant.
+            RequestError: it cannot be encoded.
             DeadlineExceeded: it took longer than ``gateway.request_timeout_s``.
         """
-        self.check_model(model)
         return await until(self._own_deadline(), self._prompt_encoder.tokenize(prompt))
 
-    async def detokenize(self, token_ids: Sequence[int], model: str | None = None) -> str:
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; raises as `tokenize` does."""
-        self.check_model(model)
         return await until(self._own_deadline(), self._prompt_encoder.detokenize(token_ids))
 
     def describe_tokenizer(self) -> dict[str, object]:
@@ -169,7 +152,7 @@ class GenerationService:
         ]
         tally = Tally(prompt_tokens=sum(len(generation.prompt_ids) for generation, _, _ in prepared))
         num_unfinished = len(prepared) * num_candidates(request)
-        with self._limits.request(request.client):
+        with self.shared.limits.request(request.client):
             sources = [self._runner.events(plan, tally, deadline) for plan in plans]
             async with aclosing(interleaved(sources)) as events:
                 async for event in events:
@@ -183,7 +166,6 @@ class GenerationService:
         self, request: ClientRequest
     ) -> list[tuple[GenerationRequest, EchoedPrompt | None, OutputShape]]:
         """Check all of a request. Of each prompt: its first choice, its text to echo, the outputs' shape."""
-        self.check_model(request.model)
         check_shape(request, self.config)
         info = self.model_info
         bad_words = await self._prompt_encoder.encode_words(request.sampling.bad_words, "bad_words")

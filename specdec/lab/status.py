@@ -16,8 +16,8 @@ TIMEOUT_S = 10.0
 Status = Mapping[str, Any]
 
 
-def read(url: str, api_key: str | None) -> list[Status]:
-    """The coordinators of the deployment behind a URL, with or without ``/v1``.
+def read(url: str, api_key: str | None) -> tuple[list[Status], list[Status]]:
+    """The coordinators of the deployment behind a URL, with or without ``/v1``, and its absent pairs.
 
     Raises:
         BenchError: nobody answers there, or something else does.
@@ -27,7 +27,8 @@ def read(url: str, api_key: str | None) -> list[Status]:
     try:
         response = httpx.get(f"{base}/status", headers=headers, timeout=TIMEOUT_S)
         response.raise_for_status()
-        return list(response.json()["coordinators"])
+        answer = response.json()
+        return list(answer["coordinators"]), list(answer["absent"])
     except httpx.HTTPStatusError as error:
         raise BenchError(f"{base}/status: HTTP {error.response.status_code}") from error
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -37,20 +38,22 @@ def read(url: str, api_key: str | None) -> list[Status]:
 
 
 def coordinators_table(coordinators: Iterable[Status]) -> Table:
-    """One row each: load, acceptance, time of a round."""
+    """One row each, 80 columns wide: load, acceptance, time of a round."""
     table = Table(
-        "coordinator",
+        "id",
         box=SIMPLE,
-        padding=(0, 1, 0, 0),
+        padding=0,
         pad_edge=False,
         caption="accepted: of drafted tokens; a step: tokens of a spec step; prepared: of them",
     )
+    table.add_column("model", max_width=12, no_wrap=True)
     for heading in ("running", "waiting", "round", "tokens", "accepted", "a step", "prepared"):
         table.add_column(heading, justify="right")
     for status in coordinators:
         steps = status["num_spec_steps"]
         table.add_row(
             _short(status["coordinator_id"]),
+            _last_part(status["model"]),
             str(status["num_running"]),
             str(status["num_waiting"]),
             f"{1000 * status['round_s']:.1f} ms" if status["round_s"] else "-",
@@ -86,7 +89,7 @@ def workers_table(coordinators: Iterable[Status]) -> Table:
         table.add_row(
             _short(worker["worker_id"]),
             worker["role"],
-            worker["model"].rsplit("/", 1)[-1],
+            _last_part(worker["model"]),
             _short(worker["device"]),
             _short(worker["node_id"]),
             str(worker["pid"]),
@@ -98,6 +101,10 @@ def workers_table(coordinators: Iterable[Status]) -> Table:
 
 def _short(name: str) -> str:
     return name[:8]
+
+
+def _last_part(model: str) -> str:
+    return model.rsplit("/", 1)[-1]
 
 
 def _ratio(part: int, whole: int) -> str:

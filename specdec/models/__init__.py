@@ -4,7 +4,7 @@ Loads no weights except to convert the embedded models once; importing it import
 transformers.
 """
 
-from specdec.models.embedded import EmbeddedStatus, list_embedded, pull
+from specdec.models.embedded import EmbeddedStatus, is_embedded, list_embedded, pull
 from specdec.models.pair import PairInfo, check_pair, model_info
 from specdec.models.resolve import resolve_model
 from specdec.models.tokenizer import load_tokenizer
@@ -13,6 +13,7 @@ __all__ = [
     "EmbeddedStatus",
     "PairInfo",
     "check_pair",
+    "is_embedded",
     "list_embedded",
     "load_tokenizer",
     "model_info",

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAULTS = Plan(duration_s=25.0, seed=7, num_streams=16, interval_s=3.0, num_questions=6)
 SCALING = Plan(duration_s=17.0, seed=7, num_streams=16, actions=SCALINGS, interval_s=3.5, num_questions=6)
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 4.0
 """Of a stream that is moved when workers come or go: it is fed anew, on two cores that load models."""
 
 
@@ -49,7 +49,7 @@ def report(scaled: Report, server: ServerProcess) -> Report:
 
 def test_scaling_changes_no_text_and_no_request_fails(scaled: Report) -> None:
     assert scaled.problems == ()
-    assert scaled.num_equal > 40
+    assert scaled.num_equal > SCALING.num_streams
     assert set(scaled.num_by_way) == {"http stream", "http whole", "grpc stream", "grpc whole"}
 
 
@@ -68,7 +68,7 @@ def test_scaling_pauses_no_stream_for_longer_than_a_new_prefill(scaled: Report) 
 def test_every_text_is_what_it_was(report: Report) -> None:
     assert report.differences == ()
     assert report.failures == {}
-    assert report.num_equal > 40
+    assert report.num_equal > FAULTS.num_streams
     assert report.num_equal_parts > 3
     assert set(report.num_by_way) == {"http stream", "http whole", "grpc stream", "grpc whole"}
 

@@ -87,7 +87,7 @@ def chat_completions(server: Server, **options: Any) -> Evaluation:
 
 
 def num_draft_tokens(server: Server) -> int:
-    return int(server.status()["num_draft_tokens"])
+    return int(server.settled()["num_draft_tokens"])
 
 
 def assert_same(one: Evaluation, other: Evaluation) -> None:

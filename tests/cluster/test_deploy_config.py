@@ -5,14 +5,10 @@ import copy
 import pytest
 
 from specdec.cluster.autoscaling_policy import POLICY_PATH
-from specdec.cluster.deploy_config import (
-    APP_IMPORT_PATH,
-    DEPLOYMENT_NAMES,
-    apply_overrides,
-    load_deploy_config,
-    parse_deploy_config,
-    parse_settings,
-)
+from specdec.cluster.deploy_checks import DEPLOYMENT_NAMES
+from specdec.cluster.deploy_config import load_deploy_config, parse_deploy_config
+from specdec.cluster.deploy_overrides import apply_overrides, parse_settings
+from specdec.cluster.deploy_tree import APP_IMPORT_PATH
 from specdec.errors import ConfigError
 
 FILE = {

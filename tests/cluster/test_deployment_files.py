@@ -10,8 +10,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from specdec.cluster.app import DEPLOYMENT_DEFAULTS
+from specdec.cluster.deploy_checks import DEPLOYMENT_NAMES
 from specdec.cluster.deploy_config import (
-    DEPLOYMENT_NAMES,
     default_deploy_config,
     load_deploy_config,
     parse_deploy_config,
@@ -55,8 +55,14 @@ def test_every_key_and_every_argument_is_known(deployment_file):
 
 
 def test_all_four_deployments_are_configured(deployment_file):
-    (application,) = load_deploy_config(deployment_file).schema.applications
+    application = load_deploy_config(deployment_file).gateway_application
     assert [item.name for item in application.deployments] == list(DEPLOYMENT_NAMES)
+
+
+def test_a_further_pair_has_a_name_and_settings_of_its_own():
+    config = load_deploy_config(ROOT / "deployments" / "two-pairs.yaml")
+    assert [app.model_name for app in config.apps.values()] == ["smollm2", "smollm2-float32"]
+    assert [app.draft is None for app in config.apps.values()] == [False, True]
 
 
 def test_every_port_is_on_loopback(deployment_file):
@@ -69,7 +75,7 @@ def test_every_port_is_on_loopback(deployment_file):
 def test_streams_may_be_many_and_access_logs_are_off(deployment_file):
     config = load_deploy_config(deployment_file).schema
     assert not config.logging_config.enable_access_log
-    for item in config.applications[0].deployments:
+    for item in (item for application in config.applications for item in application.deployments):
         limit = item.max_ongoing_requests if "max_ongoing_requests" in item.model_fields_set else None
         assert (limit or DEPLOYMENT_DEFAULTS["max_ongoing_requests"]) >= 1000
 

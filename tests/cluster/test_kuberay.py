@@ -8,7 +8,8 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from specdec.cluster.deploy_config import DEPLOYMENT_NAMES, load_deploy_config, parse_deploy_config
+from specdec.cluster.deploy_checks import DEPLOYMENT_NAMES
+from specdec.cluster.deploy_config import load_deploy_config, parse_deploy_config
 from specdec.cluster.server import SERVE_ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]

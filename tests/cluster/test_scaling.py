@@ -102,5 +102,5 @@ def test_a_target_alone_has_no_draft_to_scale():
 
 
 def test_a_cluster_without_specdec_is_said():
-    with pytest.raises(ServiceUnavailable, match="0 specdec applications"):
+    with pytest.raises(ServiceUnavailable, match="0 specdec gateways"):
         scaled({"applications": {}}, {"TargetWorker": 2})

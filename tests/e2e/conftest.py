@@ -26,10 +26,12 @@ def random_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run_server(folder: Path, args: dict[str, object]) -> Iterator[Server]:
-    """Fixture body: a ready server, stopped at the end."""
+    """Fixture body: a ready server, stopped with Ctrl-C at the end."""
     server = Server(folder, args)
     try:
         server.wait_until_ready()
         yield server
     finally:
         server.stop()
+    assert server.process.returncode == 0
+    assert "Traceback" not in server.log()

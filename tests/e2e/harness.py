@@ -20,6 +20,8 @@ import yaml
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 
+KV_CAPACITY_TOKENS = 16_384
+"""Of a model whose test asks for no other. It is claimed at start, and gigabytes of memory take seconds."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
@@ -77,6 +79,11 @@ class Server:
             )
 
     def _deployment(self, args: dict[str, Any]) -> dict[str, Any]:
+        models = {
+            role: {"kv_capacity_tokens": KV_CAPACITY_TOKENS, **args[role]}
+            for role in ("target", "draft")
+            if args.get(role)
+        }
         gateway = {**args.get("gateway", {}), "grpc_port": self.grpc_port}
         return {
             "http_options": {"host": "127.0.0.1", "port": self.http_port},
@@ -86,7 +93,7 @@ class Server:
                     "name": "specdec",
                     "route_prefix": "/",
                     "import_path": "specdec.cluster.app:build_app",
-                    "args": {**args, "gateway": gateway},
+                    "args": {**args, **models, "gateway": gateway},
                 }
             ],
         }
@@ -118,6 +125,20 @@ class Server:
         """The one coordinator's status."""
         (coordinator,) = httpx.get(f"{self.url}/status", timeout=10).json()["coordinators"]
         return dict(coordinator)
+
+    def settled(self) -> dict[str, Any]:
+        """The status once all that was served is counted: polls twice a second lie between here and there."""
+        readings: list[tuple[int, ...]] = []
+        counted = ("num_output_tokens", "num_draft_tokens", "num_running", "num_waiting")
+
+        def is_settled() -> bool:
+            status = self.status()
+            readings.append(tuple(status[name] for name in counted))
+            time.sleep(0.4)
+            return len(readings) > 3 and len(set(readings[-4:])) == 1 and readings[-1][2:] == (0, 0)
+
+        wait_for(is_settled, 60, "all is counted")
+        return self.status()
 
     def workers(self, role: str) -> list[dict[str, Any]]:
         return list(self.status()[f"{role}s"])

@@ -1,4 +1,11 @@
-"""Twenty varied prompts: facts, code, lists, stories, numbers, other languages, repetition."""
+"""Varied prompts: facts, code, lists, stories, other languages, repetition, copying, a long conversation."""
+
+_TRANSCRIPT = "\n".join(
+    [
+        "Remember the code: ZK-4817-QX.",
+        *(f"Speaker {n % 3}: sentence number {n} of our talk." for n in range(60)),
+    ]
+)
 
 PROMPTS = (
     "What is the capital of France?",
@@ -21,4 +28,7 @@ PROMPTS = (
     "Name the planets of the solar system in order.",
     "Write a polite e-mail that declines an invitation.",
     "Why is the sky blue? Answer like a pirate.",
+    "banana " * 60,
+    "Copy this id exactly, and nothing else: 7f3ac91e-04bd-4c5e-9a17-2e6d80b1f5aa",
+    f"{_TRANSCRIPT}\nWhat was the code?",
 )

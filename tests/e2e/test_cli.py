@@ -34,7 +34,8 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> No
 
 
 def test_generate_prints_the_text_and_the_figures(tmp_path: Path) -> None:
-    result = run("generate", "What is the capital of France?", "--max-tokens", "20", folder=tmp_path)
+    # No near tie in its answer, which bfloat16 might decide otherwise on another CPU.
+    result = run("generate", "Name the capital of France.", "--max-tokens", "20", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "The capital of France is Paris."
     assert "accepted of" in result.stderr
@@ -77,28 +78,8 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
     assert "did you mean num_replicas?" in result.stderr
 
 
-def test_a_worker_that_cannot_start_is_reported_in_one_line(tmp_path: Path) -> None:
-    server = Server(tmp_path, {"target": {"model": "smollm2", "device": "cuda:0"}})
-    server.process.wait(150)
-    assert server.process.returncode == 2
-    last = server.log().strip().splitlines()[-1]
-    assert last.startswith("error:")
-    assert "CUDA" in last
-
-
-@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_server_leaves_no_process(tmp_path: Path, stop_signal: signal.Signals) -> None:
-    server = Server(tmp_path, {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}})
-    server.wait_until_ready()
-    processes = descendants(server.process.pid)
-    assert len(processes) > 4
-    server.process.send_signal(stop_signal)
-    assert server.process.wait(60) == 0
-    wait_for(lambda: not any(is_running(pid) for pid in processes), 10, "no process left")
-    assert "Traceback" not in server.log()
-
-
-def test_health_is_not_200_before_requests_are_served(tmp_path: Path) -> None:
+def test_health_tells_when_requests_are_served_and_sigterm_leaves_no_process(tmp_path: Path) -> None:
+    """Every fixture of these tests stops its server with Ctrl-C, and sees that it left nothing."""
     server = Server(tmp_path, {"target": {"model": "smollm2"}, "draft": {"model": "smollm2-draft"}})
     try:
         statuses: list[int] = []
@@ -112,6 +93,13 @@ def test_health_is_not_200_before_requests_are_served(tmp_path: Path) -> None:
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200
+        server.wait_until_ready()  # its signal handlers are in place
+        processes = descendants(server.process.pid)
+        assert len(processes) > 4
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        wait_for(lambda: not any(is_running(pid) for pid in processes), 10, "no process left")
+        assert "Traceback" not in server.log()
     finally:
         server.stop()
 

@@ -31,6 +31,7 @@ ARGS = yaml.safe_load(FILE.read_text(encoding="utf-8"))["applications"][0]["args
 KEY = "sk-door-test-secret"
 ORIGIN = "https://app.example.com"
 PROMPT = "w5 w17 w3"
+DRAFTED = {"metrics": True}
 OPEN = ["/health", "/version", "/openapi.json"]
 GUARDED = ["/status", "/metrics", "/tokenizer_info", "/v1/models", "/v1/models/x", "/no-such-path"]
 
@@ -56,7 +57,13 @@ def server(tmp_path_factory, certificate):
     server = Server(
         tmp_path_factory.mktemp("door"),
         # Small, so that an answer without max_tokens ends soon.
-        {**ARGS, "gateway": gateway, "simulation": {**ARGS["simulation"], "max_context": 256}},
+        {
+            **ARGS,
+            "gateway": gateway,
+            "simulation": {**ARGS["simulation"], "max_context": 256},
+            # By measurement, next to nothing may be drafted for a short answer.
+            "speculation": {"num_speculative_tokens": 3},
+        },
         flags=["--tls-cert", str(cert), "--tls-key", str(key)],
         environment={"SPECDEC_API_KEYS": f"{KEY},another"},
     )
@@ -131,7 +138,7 @@ def test_the_client_speaks_both_protocols_over_tls_and_gets_one_text(server, cer
     texts = set()
     for url in (server.url, f"grpcs://{server.grpc_address}"):
         with Client(url, api_key=KEY, ca_file=certificate[0], timeout_s=60) as client:
-            answer = client.complete(PROMPT, max_tokens=40, temperature=0.0, speculative={"metrics": True})
+            answer = client.complete(PROMPT, max_tokens=40, temperature=0.0, speculative=DRAFTED)
             pieces = list(client.stream(PROMPT, max_tokens=40, temperature=0.0))
             assert "".join(piece.text for piece in pieces) == answer.text
             assert answer.speculation.num_draft_tokens > 0
@@ -170,7 +177,7 @@ def test_token_ids_there_and_back(http):
 
 
 def test_acceptance_is_counted_and_counters_only_grow(http):
-    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "speculative": DRAFTED}
     before = samples(http)
     assert http.post("/v1/completions", json=body).status_code == 200
     wait_for(
@@ -209,8 +216,8 @@ def test_a_stream_of_seconds_is_measured_to_its_end(http, server, certificate, p
         return after[f"{name} {protocol}"] - before.get(f"{name} {protocol}", 0.0)
 
     assert 3.0 <= grown("specdec_request_duration_seconds_sum") <= took_s + 0.1
-    assert grown("specdec_time_to_first_token_seconds_sum") < 1.0
-    assert 0.01 < grown("specdec_time_per_output_token_seconds_sum") < 0.05
+    assert grown("specdec_time_to_first_token_seconds_sum") < took_s / 2
+    assert 0.01 < grown("specdec_time_per_output_token_seconds_sum") < took_s / 199
 
 
 def test_whatever_is_sent_there_is_no_server_error_and_the_server_lives(http):

@@ -120,7 +120,7 @@ def test_draft_keeps_its_reduced_vocabulary(paths):
 def test_target_answers_sensibly_and_stops(models):
     target, tokenizer = models["smollm2"], load_tokenizer("smollm2")
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
+        [{"role": "user", "content": "Name the capital of France."}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,

@@ -15,6 +15,7 @@ import openai
 import pydantic
 import pytest
 
+from specdec.client import Client
 from tests.chat_templates import HERMES, tool
 from tests.e2e.conftest import run_server
 from tests.e2e.harness import Server, wait_for
@@ -239,6 +240,90 @@ def test_auto_answers_one_way_or_the_other(server: Server) -> None:
     assert choice["message"]["content"] is not None or choice["message"]["tool_calls"]
 
 
+def earlier_calls() -> list[dict[str, Any]]:
+    """Turns in which calls were made as the template writes them: a small model goes on like this."""
+    turns: list[dict[str, Any]] = []
+    for number, city in enumerate(("Rome", "Paris")):
+        call = {"name": "get_weather", "arguments": json.dumps({"city": city, "unit": "celsius"})}
+        turns += [
+            {"role": "user", "content": f"How warm is it in {city}?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": f"call_{number}", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": f"call_{number}", "content": "20 degrees"},
+            {"role": "assistant", "content": f"It is 20 degrees in {city}."},
+        ]
+    return turns
+
+
+def test_calls_of_the_models_own_follow_a_strict_schema_and_equal_plain_decoding(server: Server) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    schema = WEATHER["function"]["parameters"]  # type: ignore[index]
+    asks = ["How warm is it in Oslo?", "How warm is it in Berlin?", "Is it cold in Tokyo?", "Thanks!"]
+    fields = {"tools": [strict, CLOCK], "max_tokens": 120}
+    options: list[dict[str, Any]] = [
+        {},
+        {"parallel_tool_calls": False},
+        *({"temperature": 1, "seed": seed} for seed in range(4)),
+    ]
+    requests = [
+        (text, {**fields, **each, "messages": [*earlier_calls(), {"role": "user", "content": text}]})
+        for text in asks
+        for each in options
+    ]
+    drafted = together(server, [(text, GAMMA, each) for text, each in requests])
+    plain = together(server, [(text, 0, each) for text, each in requests])
+    num_calls = num_texts = 0
+    for answer, reference in zip(drafted, plain, strict=True):
+        (choice,), (plain_choice,) = answer["choices"], reference["choices"]
+        message, plain_message = choice["message"], plain_choice["message"]
+        functions, plain_functions = (
+            [call["function"] for call in each.get("tool_calls", ())] for each in (message, plain_message)
+        )
+        assert (functions, message["content"], choice["finish_reason"]) == (
+            plain_functions,
+            plain_message["content"],
+            plain_choice["finish_reason"],
+        )
+        num_texts += not functions
+        for function in functions if choice["finish_reason"] == "tool_calls" else ():
+            num_calls += 1
+            if function["name"] == "get_weather":
+                jsonschema.validate(json.loads(function["arguments"]), schema)
+    print(f"{num_calls} calls, {num_texts} answers without")
+    assert num_calls > 0
+    assert_accepted(drafted, "strict calls of the model's own")
+
+
+def test_tools_over_grpc_answer_as_over_http(server: Server) -> None:
+    tools = [WEATHER, CLOCK]
+    messages = [{"role": "user", "content": "How warm is it in Oslo?"}]
+    options: Any = {
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "temperature": 0.0,
+    }
+    answers = []
+    for url in (server.url, f"grpc://{server.grpc_address}"):
+        with Client(url, timeout_s=300) as client:
+            whole = client.chat(messages, **options)
+            *_, last = client.stream(messages, **options)
+        assert whole.finish_reason == last.finish_reason == "tool_calls"
+        calls = [
+            [(call.name, call.arguments) for call in each] for each in (whole.tool_calls, last.tool_calls)
+        ]
+        assert calls[0] == calls[1]
+        answers.append(calls[0])
+    assert answers[0] == answers[1]
+    ((name, arguments),) = answers[0]
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}  # type: ignore[index]
+    jsonschema.validate(json.loads(arguments), schemas[name])
+
+
 class Person(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=20)
     kind: Literal["cat", "dog"]
@@ -269,6 +354,18 @@ def test_openais_responses_sync_async_and_streamed(server: Server) -> None:
     assert isinstance(parsed, Person)
     with sync.responses.stream(**parse) as stream:
         assert stream.get_final_response().output_parsed == parsed
+    scored: Any = {**ask, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    (part,) = sync.responses.create(**scored).output[0].content
+    assert "".join(entry.token for entry in part.logprobs) == created.output_text
+    # Greedy: every token is the likeliest.
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in part.logprobs)
+    streamed = [
+        entry.logprob
+        for event in sync.responses.create(**scored, stream=True)
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
+    assert streamed == [entry.logprob for entry in part.logprobs]
     called = sync.responses.create(
         **{**ask, "max_output_tokens": 300},
         tools=[{"type": "function", **WEATHER["function"]}],  # type: ignore[dict-item]

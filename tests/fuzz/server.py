@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
-from tests.fakes import ScriptedBackend, serving, token_ids_of, toy_service
+from specdec.gateway.models import ServedModels
+from tests.fakes import ScriptedBackend, only, serving, token_ids_of, toy_service
 
 START_S = 20.0
 
@@ -30,11 +31,11 @@ def gateway_in_thread() -> Iterator[Gateway]:
 
     async def main() -> None:
         service = toy_service(ScriptedBackend(token_ids_of("red green blue")), request_timeout_s=20)
-        server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+        server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
         stop = asyncio.Event()
         stops.append((asyncio.get_running_loop(), stop))
         try:
-            async with serving(build_http_app(lambda: service)) as url:
+            async with serving(build_http_app(only(service))) as url:
                 gateways.append(Gateway(url=url, grpc_address=f"127.0.0.1:{server.port}"))
                 started.set()
                 await stop.wait()

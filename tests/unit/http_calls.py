@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 
 from specdec.gateway.http import build_http_app
-from tests.fakes import serving, toy_service
+from tests.fakes import only, serving, toy_service
 
 
 @asynccontextmanager
 async def client_of(backend, **options):
     """A client of a server of its own."""
     service = toy_service(backend, **options)
-    app = build_http_app(lambda: service)
+    app = build_http_app(only(service))
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as client:
         yield client
 

@@ -29,9 +29,21 @@ from specdec.errors import (
 )
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
-from tests.fakes import MODEL_NAME, ScriptedBackend, byte_ids_of, eventually, in_thread, serving, toy_service
+from tests.chat_templates import CLOCK, THINKING, WEATHER, call_text, service_with
+from tests.fakes import (
+    EOS_ID,
+    MODEL_NAME,
+    ScriptedBackend,
+    byte_ids_of,
+    eventually,
+    in_thread,
+    only,
+    serving,
+    toy_service,
+)
 
 CHAT = [{"role": "user", "content": "one"}]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -399,15 +411,72 @@ def test_an_address_without_a_known_protocol_is_refused(url):
 # Against the gateway itself
 
 
+async def test_both_protocols_carry_tools_calls_and_reasoning():
+    text = (
+        f"<think>hm</think>Let me see.\n{call_text('get_weather', {'city': 'Oslo'})}{call_text('clock', {})}"
+    )
+    backend = ScriptedBackend([*byte_ids_of(text), EOS_ID], chunk_sizes=(4,))
+    service = service_with(backend, THINKING)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
+    options = {"tools": [WEATHER, CLOCK], "tool_choice": "auto", "parallel_tool_calls": True}
+    chosen = {"type": "function", "function": {"name": "clock"}}
+
+    def ask(url):
+        with Client(url, timeout_s=20, max_retries=0) as client:
+            first = client.chat(CHAT, **options)
+            turn = {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": first.reasoning,
+                "tool_calls": [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in first.tool_calls
+                ],
+            }
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in first.tool_calls
+            ]
+            pieces = list(client.stream([*CHAT, turn, *results], **options))
+            client.chat(CHAT, **{**options, "tool_choice": chosen})
+            for wrong in ({"tool_choice": "sometimes"}, {"tools": [], "tool_choice": chosen}):
+                with pytest.raises(InvalidRequest) as caught:
+                    client.chat(CHAT, **{**options, **wrong})
+                assert caught.value.param == "tool_choice"
+        assert all(call.id.startswith("call_") for call in (*first.tool_calls, *pieces[-1].tool_calls))
+        assert first.finish_reason == pieces[-1].finish_reason == "tool_calls"
+        assert "".join(piece.text for piece in pieces) == first.text
+        assert "".join(piece.reasoning for piece in pieces) == first.reasoning
+        calls = [(call.name, call.arguments) for call in first.tool_calls]
+        assert [(call.name, call.arguments) for call in pieces[-1].tool_calls] == calls
+        return first.text, first.reasoning, calls
+
+    try:
+        async with serving(build_http_app(only(service))) as url:
+            over_http = await in_thread(lambda: ask(url))
+            over_grpc = await in_thread(lambda: ask(f"grpc://127.0.0.1:{server.port}"))
+    finally:
+        await server.stop()
+    assert over_http == over_grpc
+    assert over_http == ("Let me see.", "hm", [("get_weather", '{"city": "Oslo"}'), ("clock", "{}")])
+    half = len(backend.requests) // 2
+    asked = [(request.prompt_ids, request.sampling.grammar) for request in backend.requests]
+    assert asked[:half] == asked[half:]
+
+
 async def test_both_protocols_give_the_same_answer_from_one_gateway(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("sk-1\n")
     backend = ScriptedBackend(byte_ids_of("red green blue"))
     service = toy_service(backend, api_keys_file=str(keys))
-    server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
 
     async def ask_async(url):
         async with AsyncClient(url, api_key="sk-1", timeout_s=20, max_retries=0) as client:
+            assert await client.models() == (MODEL_NAME,)
             whole = await client.complete("one", max_tokens=3)
             texts = [piece.text async for piece in client.stream("one", max_tokens=3)]
             with pytest.raises(InvalidRequest):
@@ -420,6 +489,7 @@ async def test_both_protocols_give_the_same_answer_from_one_gateway(tmp_path):
     def ask(url):
         options = {"max_tokens": 9, "temperature": 0.0, "speculative": {"metrics": True}}
         with Client(url, api_key="sk-1", timeout_s=20, max_retries=0) as client:
+            assert client.models() == (MODEL_NAME,)
             whole = client.chat(CHAT, model=MODEL_NAME, **options)
             pieces = list(client.stream(CHAT, **options))
             with pytest.raises(InvalidRequest) as caught:
@@ -438,7 +508,7 @@ async def test_both_protocols_give_the_same_answer_from_one_gateway(tmp_path):
         return whole.text, whole.finish_reason, whole.usage, whole.speculation, caught.value.param
 
     try:
-        async with serving(build_http_app(lambda: service)) as url:
+        async with serving(build_http_app(only(service))) as url:
             over_http = await in_thread(lambda: ask(url))
             over_grpc = await in_thread(lambda: ask(f"grpc://127.0.0.1:{server.port}"))
             for each in (url, f"grpc://127.0.0.1:{server.port}"):

@@ -87,7 +87,11 @@ class FaultyTargetHandle(LocalTargetHandle):
     async def verify(self, request: VerifyRequest, timeout_s: float) -> VerifyReply:
         self.num_calls += 1
         if self.gate is not None:
-            await self.gate.wait()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.gate.wait()
+            except TimeoutError as error:
+                raise TargetUnavailable(f"no answer within {timeout_s:g} s") from error
         if any(item.feed.sequence_id == self.poison for item in request.items):
             raise TargetFailed("ValueError: poison")
         if self.fail_after is not None and self.num_calls > self.fail_after:
@@ -305,6 +309,24 @@ async def test_without_a_target_a_request_waits_for_its_deadline_and_no_longer()
         with pytest.raises(GenerationFailed, match="no target worker"):
             await system.text(ask())
         assert system.coordinator.status().num_waiting == 0
+
+
+async def test_the_requests_of_a_frozen_target_that_nobody_replaces_end_in_time():
+    """A98: it is no target any more from the moment its call is late, and polls do not see it either."""
+    target = Target()
+    async with running([target], [Draft()], target_timeout_s=0.1, idle_wait_s=0.1) as system:
+        stream = asyncio.create_task(system.text(ask(max_tokens=3000)))
+        await eventually(lambda: target.handle.num_calls > 3)
+        target.handle.gate = asyncio.Event()
+        system.directory.targets = []
+        waiting = asyncio.create_task(system.text(ask("late")))
+        async with asyncio.timeout(5):
+            for request in (stream, waiting):
+                with pytest.raises(GenerationFailed, match="no target worker"):
+                    await request
+        assert system.coordinator.status().targets == ()
+        target.handle.gate.set()
+        target.worker.close()
 
 
 async def test_a_target_that_comes_in_time_serves_the_waiting(undisturbed):

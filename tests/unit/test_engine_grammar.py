@@ -36,6 +36,16 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
+LAZY = LLMatcher.grammar_from_lark(
+    r"""
+    start: TEXT | opening body (opening body){0,40} TEXT
+    opening[lazy]: OPENING
+    OPENING: /[^a]*a/
+    TEXT: /[^a]*/
+    body: /[01]{2,4}b/
+    """
+)
+"""Text in which an ``a`` opens something that is held to a form."""
 JSON = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 
 
@@ -92,7 +102,7 @@ def test_rows_of_one_sequence_have_masks_of_their_own():
     assert (shown(first), shown(second)) == ("a01", "b")
 
 
-@pytest.mark.parametrize("grammar", [REGEX, JSON], ids=["regex", "json"])
+@pytest.mark.parametrize("grammar", [REGEX, JSON, LAZY], ids=["regex", "json", "lazy"])
 @pytest.mark.parametrize("mode", list(VerificationMode))
 @pytest.mark.parametrize(("gamma", "draft"), [(0, "SELF"), *itertools.product((1, 4), DRAFTS)])
 async def test_every_text_matches_its_grammar(gamma, draft, mode, grammar):
@@ -115,11 +125,15 @@ async def test_every_text_matches_its_grammar(gamma, draft, mode, grammar):
             value = json.loads(text)
             assert value["a"] in (0, 1, 10, 101)
             assert value.get("b", 1) in (1, {})
+        elif grammar is LAZY:
+            assert re.fullmatch("[^a]*(a[01]{2,4}b[^a]*)*", text)
         else:
             assert re.fullmatch("[01]{3,9}(ab)+", text)
         if draft == "SELF":
             assert result.num_accepted == result.num_drafted
     assert any(result.num_drafted for result in results) == (gamma > 0)
+    if grammar is LAZY:
+        assert any(ids("a")[0] in result.token_ids for result in results)
     if mode is not VerificationMode.REJECTION:
         plain = await generate_all(app_config(0), TARGET, None, requests, grammars=grammars())
         assert [result.token_ids for result in results] == [result.token_ids for result in plain]

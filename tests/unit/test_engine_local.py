@@ -133,11 +133,17 @@ async def test_draft_equal_to_the_target_is_accepted_whole_in_company_too():
         assert all(chunk.num_accepted == chunk.num_drafted for chunk in chunks)
 
 
-async def test_repeated_prompts_in_one_batch_say_the_same():
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_repeated_prompts_in_one_batch_say_the_same(draft):
     x, y, z = (tokens(12, seed=seed) for seed in (1, 2, 3))
-    async with system(model_runner(), model_runner(noise=NOISE)) as local:
+    async with system(model_runner(), model_runner(**DRAFTS[draft])) as local:
         batch = [generated(local, f"s{i}", prompt) for i, prompt in enumerate((x, y, x, z, x))]
-        texts = [text(chunks) for chunks in await asyncio.gather(*batch)]
+        answers = await asyncio.gather(*batch)
+    texts = [text(chunks) for chunks in answers]
+    for chunks in answers:
+        assert num_drafted(chunks) > 0
+        if draft == "SELF":  # a repeated prompt is drafted as well as a new one
+            assert all(chunk.num_accepted == chunk.num_drafted for chunk in chunks)
     assert texts[0] == texts[2] == texts[4] == greedy_reference(x)
     assert (texts[1], texts[3]) == (greedy_reference(y), greedy_reference(z))
 

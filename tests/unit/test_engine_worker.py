@@ -325,6 +325,7 @@ MESSAGES = [
         num_running=1,
         num_waiting=2,
         model="m",
+        target_model="t",
         max_context=512,
         num_speculative_tokens=4,
         targets=(_STATUS,),

@@ -12,7 +12,8 @@ import pytest
 
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
-from tests.fakes import ScriptedBackend, byte_ids_of, serving, toy_service
+from specdec.gateway.models import ServedModels
+from tests.fakes import ScriptedBackend, byte_ids_of, only, serving, toy_service
 
 ROOT = Path(__file__).parents[2]
 TEXT = "red green blue"
@@ -43,9 +44,9 @@ async def test_an_example_does_what_it_shows(name, tmp_path):
     keys.write_text(KEY)
     backend = ScriptedBackend(byte_ids_of(TEXT), chunk_sizes=(3,))
     service = toy_service(backend, api_keys_file=str(keys))
-    server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
     try:
-        async with serving(build_http_app(lambda: service)) as url:
+        async with serving(build_http_app(only(service))) as url:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 str(ROOT / "examples" / name),

@@ -16,9 +16,10 @@ from specdec.errors import ConfigError
 from specdec.gateway.grpc_server import SERVICE_NAME, start_grpc_server
 from specdec.gateway.http import build_http_app
 from specdec.gateway.keys import ApiKeys
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
-from tests.fakes import ScriptedBackend, serving, token_ids_of, toy_service
+from tests.fakes import ScriptedBackend, only, serving, token_ids_of, toy_service
 
 OPEN_ROUTES = {("GET", "/health"), ("GET", "/version"), ("GET", "/openapi.json")}
 OPEN_SERVICES = {"grpc.health.v1.Health"}
@@ -48,7 +49,7 @@ def service(keys_file=None, backend=None, **gateway):
 
 
 def app_of(a_service, **options):
-    return build_http_app(lambda: a_service, **options)
+    return build_http_app(only(a_service), **options)
 
 
 def routes_of(app):
@@ -103,7 +104,7 @@ def grpc_methods():
 
 async def test_every_grpc_method_that_is_not_on_the_list_asks_for_a_key(keys_file):
     guarded = service(keys_file, grpc_reflection=True)
-    server = await start_grpc_server(guarded, guarded.config.gateway, guarded.is_ready)
+    server = await start_grpc_server(ServedModels(guarded), guarded.config.gateway, guarded.is_ready)
     codes = {}
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -124,7 +125,7 @@ async def test_every_grpc_method_that_is_not_on_the_list_asks_for_a_key(keys_fil
 
 async def test_health_and_reflection_over_grpc_with_and_without_a_key(keys_file):
     guarded = service(keys_file, grpc_reflection=True)
-    server = await start_grpc_server(guarded, guarded.config.gateway, guarded.is_ready)
+    server = await start_grpc_server(ServedModels(guarded), guarded.config.gateway, guarded.is_ready)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -140,7 +141,9 @@ async def test_health_and_reflection_over_grpc_with_and_without_a_key(keys_file)
 
 async def test_reflection_is_off_unless_asked_for():
     open_service = service()
-    server = await start_grpc_server(open_service, open_service.config.gateway, open_service.is_ready)
+    server = await start_grpc_server(
+        ServedModels(open_service), open_service.config.gateway, open_service.is_ready
+    )
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
@@ -276,7 +279,7 @@ async def test_an_internal_error_tells_neither_client_nor_log_a_trace_a_path_or_
 async def test_an_internal_error_over_grpc_tells_as_little(keys_file, caplog):
     caplog.set_level(logging.INFO)
     broken = service(keys_file, BrokenBackend())
-    server = await start_grpc_server(broken, broken.config.gateway, broken.is_ready)
+    server = await start_grpc_server(ServedModels(broken), broken.config.gateway, broken.is_ready)
     metadata = (("authorization", f"Bearer {KEY}"),)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

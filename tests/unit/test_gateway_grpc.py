@@ -23,6 +23,7 @@ from specdec.gateway import grpc_server
 from specdec.gateway.events import collect
 from specdec.gateway.grpc_messages import to_client_request
 from specdec.gateway.grpc_server import SERVICE_NAME, start_grpc_server
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.fakes import (
@@ -48,7 +49,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 async def connected(backend, **options):
     """A channel to a server of its own."""
     service = toy_service(backend, **options)
-    server = await start_grpc_server(service, service.config.gateway, backend.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, backend.is_ready)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield channel
@@ -475,7 +476,7 @@ async def test_health_follows_readiness():
 async def test_stop_lets_running_calls_finish_within_the_grace():
     backend = ScriptedBackend(COLOURS, delay_s=0.01)
     service = toy_service(backend)
-    server = await start_grpc_server(service, service.config.gateway, backend.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, backend.is_ready)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = asyncio.ensure_future(pb_grpc.GenerationServiceStub(channel).Generate(ask()))
         await eventually(lambda: backend.num_running == 1)
@@ -486,7 +487,7 @@ async def test_stop_lets_running_calls_finish_within_the_grace():
 async def test_stop_without_grace_closes_running_calls():
     backend = ScriptedBackend(COLOURS, block_after=1)
     service = toy_service(backend)
-    server = await start_grpc_server(service, service.config.gateway, backend.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, backend.is_ready)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = pb_grpc.GenerationServiceStub(channel).GenerateStream(ask())
         await call.read()
@@ -497,9 +498,9 @@ async def test_stop_without_grace_closes_running_calls():
 
 async def test_replicas_on_one_node_share_the_port():
     service = toy_service(ScriptedBackend(COLOURS))
-    first = await start_grpc_server(service, service.config.gateway, lambda: True)
+    first = await start_grpc_server(ServedModels(service), service.config.gateway, lambda: True)
     config = toy_config(grpc_port=first.port).gateway
-    second = await start_grpc_server(service, config, lambda: True)
+    second = await start_grpc_server(ServedModels(service), config, lambda: True)
     assert second.port == first.port
     await first.stop()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
@@ -511,7 +512,9 @@ async def test_replicas_on_one_node_share_the_port():
 async def test_an_address_that_cannot_be_bound_is_a_config_error():
     service = toy_service(ScriptedBackend())
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        await start_grpc_server(service, toy_config(grpc_host="192.0.2.1").gateway, lambda: True)
+        await start_grpc_server(
+            ServedModels(service), toy_config(grpc_host="192.0.2.1").gateway, lambda: True
+        )
 
 
 async def test_reflection_lists_the_service_or_says_what_is_missing(monkeypatch):
@@ -524,11 +527,11 @@ async def test_reflection_lists_the_service_or_says_what_is_missing(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(grpc_server.importlib, "import_module", missing)
         with pytest.raises(ConfigError, match="grpcio-reflection"):
-            await start_grpc_server(service, config, lambda: True)
+            await start_grpc_server(ServedModels(service), config, lambda: True)
 
     reflection_pb2 = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
     reflection_pb2_grpc = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
-    server = await start_grpc_server(service, config, lambda: True)
+    server = await start_grpc_server(ServedModels(service), config, lambda: True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))

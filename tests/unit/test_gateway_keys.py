@@ -11,6 +11,7 @@ from specdec.config import parse_config
 from specdec.errors import ConfigError, Unauthenticated
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.keys import ApiKeys
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.fakes import ScriptedBackend, token_ids_of, toy_service
@@ -68,7 +69,7 @@ def certificate(tmp_path):
 async def test_grpc_over_tls(certificate):
     cert, key = certificate
     secured = service(grpc_tls_cert=str(cert), grpc_tls_key=str(key))
-    server = await start_grpc_server(secured, secured.config.gateway, secured.is_ready)
+    server = await start_grpc_server(ServedModels(secured), secured.config.gateway, secured.is_ready)
     try:
         credentials = grpc.ssl_channel_credentials(cert.read_bytes())
         async with grpc.aio.secure_channel(f"localhost:{server.port}", credentials) as channel:

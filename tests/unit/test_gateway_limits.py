@@ -16,9 +16,10 @@ from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
 from specdec.gateway.keys import ApiKeys
 from specdec.gateway.limits import ClientLimits
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
-from tests.fakes import ScriptedBackend, eventually, serving, token_ids_of, toy_service
+from tests.fakes import ScriptedBackend, eventually, only, serving, token_ids_of, toy_service
 
 COLOURS = token_ids_of("red green blue")
 BODY = {"prompt": "x", "max_tokens": len(COLOURS)}
@@ -42,9 +43,9 @@ def keys_file(tmp_path):
 @asynccontextmanager
 async def both_doors(backend, **gateway):
     service = toy_service(backend, **gateway)
-    server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
     async with (
-        serving(build_http_app(lambda: service)) as url,
+        serving(build_http_app(only(service))) as url,
         httpx.AsyncClient(base_url=url, timeout=10) as client,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from contextlib import aclosing, asynccontextmanager
 
 import httpx
@@ -12,7 +14,7 @@ from specdec.engine.simulated import ToyLaw
 from specdec.gateway.events import collect
 from specdec.gateway.http import build_http_app
 from specdec.gateway.requests import ClientRequest, SamplingOptions, TokenPrompt
-from tests.fakes import EOS_ID, VOCAB_SIZE, serving, token_ids_of, toy_service
+from tests.fakes import EOS_ID, VOCAB_SIZE, only, serving, token_ids_of, toy_service
 from tests.laws import app_config, toy_system
 from tests.unit.http_calls import answer, by_index, stream
 
@@ -51,7 +53,7 @@ class LocalBackend:
 async def client_of_pair(gamma=GAMMA):
     async with toy_system(app_config(gamma), TARGET, DRAFT) as system:
         service = toy_service(LocalBackend(system))
-        app = build_http_app(lambda: service)
+        app = build_http_app(only(service))
         async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30.0) as client:
             yield client
 
@@ -105,6 +107,30 @@ async def test_values_of_several_choices_streamed_or_not(law):
         assert values[0] != values[1]
     else:
         assert body["choices"][0] == {**body["choices"][1], "index": 0}
+
+
+async def test_five_hundred_requests_leave_no_objects_behind():
+    """A89: in gateway, coordinator and workers alike; what is kept for good is made by the first requests."""
+
+    async def ask(service, number):
+        request = ClientRequest(
+            request_id=f"r{number}",
+            prompts=(TokenPrompt(token_ids=(7, number % 50)),),
+            sampling=SamplingOptions(seed=number, max_tokens=3),
+        )
+        assert (await collect(service.generate(request))).totals.usage.completion_tokens > 0
+
+    async with toy_system(app_config(GAMMA), TARGET, DRAFT) as system:
+        service = toy_service(LocalBackend(system))
+        counts = []
+        for start in (0, 250, 500):
+            for number in range(start, start + 250):
+                await ask(service, number)
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        await asyncio.gather(*(ask(service, number) for number in range(50)))
+    # One object a request would be 250.
+    assert counts[2] - counts[1] < 125
 
 
 async def test_values_are_the_targets_own_for_accepted_recovered_and_bonus_tokens():

@@ -15,6 +15,7 @@ from specdec.gateway.events import Finished, TextDelta, Totals, Usage
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
 from specdec.gateway.metrics import GatewayMetrics
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.fakes import ScriptedBackend, eventually, scripted_stats, serving, token_ids_of, toy_service
@@ -24,12 +25,13 @@ BODY = {"prompt": "one", "max_tokens": 4}
 
 
 def samples(metrics: GatewayMetrics | str) -> dict[tuple[str, ...], float]:
-    """Every sample by its name and labels, the gateway's left out."""
+    """Every sample by its name and labels, those of gateway and model left out."""
     text = metrics if isinstance(metrics, str) else metrics.exposition().decode()
     return {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "gateway")): (
-            sample.value
-        )
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name not in ("gateway", "model")),
+        ): (sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -66,7 +68,7 @@ async def test_times_of_a_request_are_to_first_token_per_token_and_to_the_end():
         yield delta(4, 5)
         yield FINISHED
 
-    async for _ in metrics.measured("http", events()):
+    async for _ in metrics.measured("http", "m", events()):
         clock.now_s += 0.25  # a client that reads slowly is part of the answer's time
     found = samples(metrics)
     assert found["specdec_time_to_first_token_seconds_sum", "http"] == 2.0
@@ -87,9 +89,9 @@ async def test_outcomes():
 
     for error in (TooManyRequests("full"), RuntimeError("a bug")):
         with pytest.raises(type(error)):
-            async for _ in metrics.measured("grpc", failing(error)):
+            async for _ in metrics.measured("grpc", "m", failing(error)):
                 pass
-    left = metrics.measured("grpc", failing(RuntimeError()))
+    left = metrics.measured("grpc", "m", failing(RuntimeError()))
     await anext(left)
     assert samples(metrics)["specdec_requests_running", "grpc"] == 1
     await left.aclose()
@@ -129,11 +131,11 @@ def test_series_of_two_gateways_are_not_taken_for_one_anothers():
 
 async def test_a_slow_stream_takes_as_long_as_it_takes_over_http_and_grpc():
     delayed = ScriptedBackend(token_ids_of("red green blue"), delay_s=0.1)
-    service = toy_service(delayed)
-    server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+    models = ServedModels(toy_service(delayed))
+    server = await start_grpc_server(models, models.config, models.is_ready)
     try:
         async with (
-            serving(build_http_app(lambda: service)) as url,
+            serving(build_http_app(lambda: models)) as url,
             httpx.AsyncClient(base_url=url) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
@@ -160,10 +162,10 @@ async def test_a_slow_stream_takes_as_long_as_it_takes_over_http_and_grpc():
 
 
 async def test_a_client_that_leaves_is_counted_as_cancelled():
-    service = toy_service(ScriptedBackend(token_ids_of("red green blue"), block_after=1))
-    async with serving(build_http_app(lambda: service)) as url, httpx.AsyncClient(base_url=url) as client:
+    models = ServedModels(toy_service(ScriptedBackend(token_ids_of("red green blue"), block_after=1)))
+    async with serving(build_http_app(lambda: models)) as url, httpx.AsyncClient(base_url=url) as client:
         async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             await anext(answer.aiter_lines())
-        await eventually(lambda: samples(service.metrics).get(("specdec_requests_running", "http")) == 0)
+        await eventually(lambda: samples(models.metrics).get(("specdec_requests_running", "http")) == 0)
         await asyncio.sleep(0)
-        assert samples(service.metrics)["specdec_requests_total", "cancelled", "http"] == 1
+        assert samples(models.metrics)["specdec_requests_total", "cancelled", "http"] == 1

@@ -25,7 +25,7 @@ from tests.chat_templates import (
     service_with,
     tokenizer_with,
 )
-from tests.fakes import EOS_ID, ScriptedBackend, byte_ids_of, in_thread, serving
+from tests.fakes import EOS_ID, ScriptedBackend, byte_ids_of, in_thread, only, serving
 
 
 def split(thinking, pieces, parser=None):
@@ -103,7 +103,7 @@ def app_of(text_or_script, template, **options):
         else ScriptedBackend(script_of=script)
     )
     service = service_with(backend, template, **options)
-    return build_http_app(lambda: service), backend
+    return build_http_app(only(service)), backend
 
 
 async def post(url, body):

@@ -22,7 +22,7 @@ from tests.chat_templates import (
     service_with,
     tokenizer_with,
 )
-from tests.fakes import EOS_ID, MODEL_NAME, ScriptedBackend, byte_ids_of, in_thread, serving
+from tests.fakes import EOS_ID, MODEL_NAME, ScriptedBackend, byte_ids_of, in_thread, logprob_of, only, serving
 
 CLOCK = {
     "type": "function",
@@ -32,12 +32,13 @@ CLOCK = {
     "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 TEXT = "red green 😀 blue"
+LOGPROBS = ["message.output_text.logprobs"]
 EVENT: pydantic.TypeAdapter[ResponseStreamEvent] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def app_of(backend, template=HERMES, **options):
     service = service_with(backend, template, **options)
-    return build_http_app(lambda: service)
+    return build_http_app(only(service))
 
 
 def scripted(text, **options):
@@ -206,6 +207,67 @@ class Person(pydantic.BaseModel):
     kind: Literal["cat", "dog"]
 
 
+@pytest.mark.parametrize("top_logprobs", [None, 0, 3])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [(TEXT, TEXT), (f"<think>hm</think>{TEXT}\n{call_text('clock', {})}", TEXT)],
+)
+async def test_log_probabilities_are_those_of_the_text_whole_and_streamed(text, content, size, top_logprobs):
+    backend = ScriptedBackend([*byte_ids_of(text), EOS_ID], chunk_sizes=(size,))
+    body = {"input": "one", "include": LOGPROBS, "top_logprobs": top_logprobs, "tools": [CLOCK]}
+    async with serving(app_of(backend, THINKING)) as url:
+        raw = await post(url, body)
+        events = events_of(await post(url, {**body, "stream": True}))
+    response = strict(raw)
+    assert response.top_logprobs == (top_logprobs or 0)
+    message = next(item for item in response.output if item.type == "message")
+    (part,) = message.content
+    assert part.text == content
+    assert bytes(byte for entry in part.logprobs for byte in entry.bytes).decode() == content
+    expected = [logprob_of(token_id) for token_id in byte_ids_of(content)]
+    assert [entry.logprob for entry in part.logprobs] == pytest.approx(expected)
+    assert {len(entry.top_logprobs) for entry in part.logprobs} == {top_logprobs or 0}
+    whole = next(item for item in raw.json()["output"] if item["type"] == "message")["content"][0]["logprobs"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == whole
+    for event in deltas:
+        # A token may reach into what a later event tells, never into an earlier one.
+        told = bytes(byte for entry in event["logprobs"] for byte in entry["bytes"])
+        assert event["delta"].encode().startswith(told) or told.startswith(event["delta"].encode())
+    done = next(event for event in events if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == whole
+    (part_done,) = [
+        event["part"]
+        for event in events
+        if event["type"] == "response.content_part.done" and event["part"]["type"] == "output_text"
+    ]
+    assert part_done["logprobs"] == whole
+    assert events[-1]["response"]["output"][-1 if text is TEXT else 1]["content"][0]["logprobs"] == whole
+
+
+async def test_openais_client_reads_log_probabilities():
+    async with serving(app_of(scripted(TEXT), PLAIN)) as url:
+        client = client_of(url)
+        ask = {"model": MODEL_NAME, "input": "one", "include": LOGPROBS, "top_logprobs": 2}
+        created = await in_thread(lambda: client.responses.create(**ask))
+        events = await in_thread(lambda: list(client.responses.create(**ask, stream=True)))
+    entries = created.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries[:10]) == TEXT[:10]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [e.logprob for event in deltas for e in event.logprobs] == [entry.logprob for entry in entries]
+    assert all(len(entry.top_logprobs) == 2 for event in deltas for entry in event.logprobs)
+
+
+async def test_without_include_there_are_no_log_probabilities():
+    backend = scripted(TEXT)
+    async with serving(app_of(backend)) as url:
+        for fields in ({}, {"include": []}, {"include": None, "top_logprobs": 0}):
+            response = strict(await post(url, {"input": "one", **fields}))
+            assert response.output[0].content[0].logprobs == []
+    assert {request.num_logprobs for request in backend.requests} == {None}
+
+
 async def test_openais_client_creates_parses_and_streams_sync_and_async():
     follower = RandomFollower(tokenizer_with(PLAIN))
     async with serving(app_of(ScriptedBackend(script_of=follower, chunk_sizes=(1, 4)), PLAIN)) as url:
@@ -280,7 +342,11 @@ async def test_a_failure_in_mid_stream_is_told_in_both_ways_clients_know():
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+        ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+        ({"include": LOGPROBS, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"max_tokens": 5}, "max_tokens"),

@@ -15,14 +15,12 @@ from specdec.errors import (
     InvalidRequest,
     ServiceUnavailable,
     TooManyRequests,
-    UnknownModel,
 )
 from specdec.gateway.events import Finished, TextDelta, Totals, collect
 from specdec.gateway.requests import ClientRequest, SamplingOptions, TextPrompt
 from specdec.types import TokenChunk
 from tests.fakes import (
     EOS_ID,
-    MODEL_NAME,
     ScriptedBackend,
     byte_ids_of,
     eventually,
@@ -188,17 +186,10 @@ async def test_a_generation_without_a_good_end_is_a_failure(last):
         await collect(toy_service(BrokenBackend()).generate(ask()))
 
 
-@pytest.mark.parametrize("model", [None, "", MODEL_NAME])
-async def test_served_model_or_none(model):
-    choice, _ = await only_choice(toy_service(ScriptedBackend(COLOURS)), ask(model=model))
-    assert choice.text
-
-
 async def test_nothing_reaches_the_backend_when_the_request_is_wrong():
     backend = ScriptedBackend(COLOURS)
     service = toy_service(backend)
     for request, error in [
-        (ask(model="other"), UnknownModel),
         (ask(temperature=float("nan")), InvalidRequest),
         (ask(text=""), InvalidRequest),
     ]:

@@ -24,7 +24,7 @@ from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.service import GenerationService
 from specdec.models.simulated import simulated_info, simulated_tokenizer
 from tests.chat_templates import PLAIN, RandomFollower, service_with, tokenizer_with
-from tests.fakes import EOS_ID, ScriptedBackend, byte_ids_of, in_thread, serving, toy_config
+from tests.fakes import EOS_ID, ScriptedBackend, byte_ids_of, in_thread, only, serving, toy_config
 
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]})
 TEXT = ("/v1/completions", {"prompt": "one"})
@@ -43,7 +43,7 @@ LARK = 'start: NAME ("," NAME)*\nNAME: /[ab]{1,3}/'
 
 def app_of(backend):
     service = service_with(backend, PLAIN)
-    return build_http_app(lambda: service)
+    return build_http_app(only(service))
 
 
 def random_backend(seed=0):
@@ -203,7 +203,7 @@ async def test_a_tokenizer_that_no_grammar_can_be_followed_with_is_told():
     backend = ScriptedBackend([1])
     info = simulated_info(1000, 256)
     service = GenerationService(backend, simulated_tokenizer(1000), toy_config(), info)
-    async with serving(build_http_app(lambda: service)) as url:
+    async with serving(build_http_app(only(service))) as url:
         response = await post(url, CHAT[0], {**CHAT[1], "response_format": {"type": "json_object"}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "response_format"

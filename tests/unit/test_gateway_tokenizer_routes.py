@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
+from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.fakes import (
@@ -20,6 +21,7 @@ from tests.fakes import (
     MODEL_NAME,
     VOCAB_SIZE,
     ScriptedBackend,
+    only,
     token_ids_of,
     toy_service,
 )
@@ -30,7 +32,7 @@ CHAT = [{"role": "user", "content": "one"}]
 @pytest.fixture
 def client():
     service = toy_service(ScriptedBackend(token_ids_of("red")), max_context=256)
-    with TestClient(build_http_app(lambda: service), raise_server_exceptions=False) as client:
+    with TestClient(build_http_app(only(service)), raise_server_exceptions=False) as client:
         yield client
 
 
@@ -51,7 +53,7 @@ def test_a_text_there_and_back(client, text, special):
 
 
 def test_special_tokens_of_the_tokenizer_are_added_unless_refused(client):
-    service = client.app.state.get_service()
+    service = client.app.state.get_models().first
     asked = []
 
     class Recording:
@@ -70,7 +72,7 @@ def test_special_tokens_of_the_tokenizer_are_added_unless_refused(client):
 def test_a_conversation_is_encoded_as_a_chat_request_would_be(client):
     backend = ScriptedBackend(token_ids_of("red"))
     service = toy_service(backend)
-    with TestClient(build_http_app(lambda: service)) as other:
+    with TestClient(build_http_app(only(service))) as other:
         other.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1})
     (request,) = backend.requests
     assert tokenize(client, messages=CHAT).json()["tokens"] == list(request.prompt_ids)
@@ -127,7 +129,7 @@ def test_no_tokens_are_an_empty_text_and_a_name_is_accepted(client):
 @asynccontextmanager
 async def grpc_stub():
     service = toy_service(ScriptedBackend(token_ids_of("red")), max_context=256)
-    server = await start_grpc_server(service, service.config.gateway, service.is_ready)
+    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield pb_grpc.GenerationServiceStub(channel)

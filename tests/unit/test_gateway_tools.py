@@ -32,7 +32,7 @@ from tests.chat_templates import (
     tokenizer_with,
     tool,
 )
-from tests.fakes import CHAT_TEMPLATE, EOS_ID, ScriptedBackend, byte_ids_of, in_thread, serving
+from tests.fakes import CHAT_TEMPLATE, EOS_ID, ScriptedBackend, byte_ids_of, in_thread, only, serving
 
 NAMES = frozenset({"f", "g"})
 
@@ -230,7 +230,7 @@ BODY = {"messages": MESSAGES, "tools": [WEATHER, CLOCK]}
 
 def app_of(backend, template=HERMES, **options):
     service = service_with(backend, template, **options)
-    return build_http_app(lambda: service)
+    return build_http_app(only(service))
 
 
 def scripted(text):
@@ -379,6 +379,59 @@ async def test_a_forced_answer_is_valid_calls_alone_whatever_the_model(template,
                 jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[name])
 
 
+STRICT_WEATHER = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+OPENINGS = ("<tool_call>", "{", "<|python_tag|>{", "<think>", "red ")
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [(HERMES, ()), (HERMES, TAGS), (LLAMA3, ()), (LLAMA3, ("<|python_tag|>",)), (THINKING, ()),
+     (THINKING, (*TAGS, "<think>", "</think>")), (THINKING_OPEN, ())],
+)  # fmt: skip
+@pytest.mark.parametrize("is_parallel", [True, False])
+async def test_a_call_that_a_model_opens_itself_follows_its_schema_if_it_is_strict(
+    template, tokens, is_parallel
+):
+    """Whatever the model writes: text, calls in it, or both."""
+    tokenizer = tokenizer_with(template, tokens, are_special=True)
+    follower = RandomFollower(tokenizer, is_thinking="<think>" in template, openings=OPENINGS)
+    backend = ScriptedBackend(script_of=follower, chunk_sizes=(1, 5))
+    body = {"messages": MESSAGES, "tools": [STRICT_WEATHER, CLOCK], "max_tokens": 3000}
+    answers = []
+    async with serving(app_of(backend, template, tokens=tokens, are_special=True)) as url:
+        for _ in range(25):
+            response = await post(url, {**body, "parallel_tool_calls": is_parallel})
+            assert response.status_code == 200, response.text
+            (choice,) = response.json()["choices"]
+            answers.append(choice["message"])
+    calls = [answer.get("tool_calls", ()) for answer in answers]
+    assert any(calls)
+    assert not all(calls)
+    assert all(len(each) <= (16 if is_parallel else 1) for each in calls)
+    for call in (call for each in calls for call in each):
+        arguments = json.loads(call["function"]["arguments"])
+        assert isinstance(arguments, dict)
+        if call["function"]["name"] == "get_weather":
+            jsonschema.validate(arguments, SCHEMAS["get_weather"])
+    # What opens a call is one: none is left in the text as something else.
+    texts = [answer["content"] or "" for answer in answers]
+    if template is LLAMA3:
+        assert not any(
+            text.lstrip().removeprefix("<|python_tag|>").lstrip().startswith("{") for text in texts
+        )
+    else:
+        assert not any("<tool_call>" in text for text in texts)
+
+
+async def test_without_strict_auto_is_no_grammar():
+    backend = scripted("red")
+    lax = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
+    async with serving(app_of(backend)) as url:
+        for tools in ([WEATHER, CLOCK], [lax], [tool("f", {"x": {"type": "nonsense"}})]):
+            assert (await post(url, {**BODY, "tools": tools})).status_code == 200
+    assert {request.sampling.grammar for request in backend.requests} == {""}
+
+
 async def test_tags_that_are_special_tokens_are_seen():
     tokens = (*TAGS, "<think>", "</think>")
     tokenizer = tokenizer_with(THINKING, tokens, are_special=True)
@@ -426,6 +479,12 @@ async def test_calls_and_a_schema_may_stand_beside_each_other():
             {"tools": [CLOCK, tool("f", {"x": {"type": "nonsense"}})], "tool_choice": "required"},
             "tools[1].function.parameters",
         ),
+        (
+            {"tools": [tool("f", {"x": {"type": "odd"}}), tool("g", {"x": {"type": "odd"}}, strict=True)]},
+            "tools[1].function.parameters",
+        ),
+        ({"tools": [CLOCK, STRICT_WEATHER], "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [STRICT_WEATHER], "min_tokens": 3}, "min_tokens"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "unknown"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),

@@ -1,7 +1,12 @@
 """Ray stays in one folder, so that everything else runs and is tested in a plain interpreter."""
 
 import ast
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import specdec
 
@@ -37,3 +42,13 @@ def test_the_scan_sees_every_form_of_import():
     assert not imports_ray(
         "import rays\nfrom . import ray\nfrom specdec.cluster import app\nname = 'import ray'"
     )
+
+
+def test_installed_packages_fit_together():
+    """As whoever installs anew gets them: no package wants another version of one that is there."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("pip is not installed")
+    check = subprocess.run(
+        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stdout

@@ -19,7 +19,7 @@ from specdec.lab.bench.bench import Plan
 from specdec.lab.bench.figures import summarise
 from specdec.lab.bench.report import as_json, table
 from specdec.lab.errors import BenchError, RequestFailed
-from tests.fakes import MODEL_NAME, ScriptedBackend, byte_ids_of, serving, toy_service
+from tests.fakes import MODEL_NAME, ScriptedBackend, byte_ids_of, only, serving, toy_service
 from tests.unit.test_lab_bench_figures import record
 
 
@@ -32,7 +32,7 @@ async def run(url, *options):
 def serving_toy(max_context=4096, **options):
     backend = ScriptedBackend(byte_ids_of("red green blue "), chunk_sizes=(2,))
     service = toy_service(backend, max_context=max_context, **options)
-    return serving(build_http_app(lambda: service))
+    return serving(build_http_app(only(service)))
 
 
 def printed(renderable):

@@ -21,7 +21,7 @@ from specdec.lab.bench.load import Load, run_load, send
 from specdec.lab.bench.prompts import chat, from_file, made_up
 from specdec.lab.bench.server import find_model
 from specdec.lab.errors import BenchError, RequestFailed
-from tests.fakes import MODEL_NAME, ScriptedBackend, byte_ids_of, serving, toy_service
+from tests.fakes import MODEL_NAME, ScriptedBackend, byte_ids_of, only, serving, toy_service
 
 PROMPT = chat("one")
 
@@ -77,7 +77,7 @@ def status_app(status, body):
 
 def serving_specdec(backend):
     service = toy_service(backend)
-    return serving(build_http_app(lambda: service))
+    return serving(build_http_app(only(service)))
 
 
 @asynccontextmanager

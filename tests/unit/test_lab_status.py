@@ -38,6 +38,7 @@ def coordinator(name: str, **fields) -> dict:
         "num_running": 3,
         "num_waiting": 2,
         "model": "m",
+        "target_model": "t",
         "max_context": 1000,
         "num_speculative_tokens": 4,
         "targets": (worker("target-1", "target"),),
@@ -64,10 +65,18 @@ def test_a_coordinators_row_has_its_load_its_rates_and_the_time_of_a_round():
         coordinators_table([coordinator("coordinator-1"), coordinator("c2", num_spec_steps=0, round_s=0.0)])
     )
     (row,) = [line.split() for line in lines if line.startswith("coordina") and "42.1" in line]
-    assert row == ["coordina", "3", "2", "42.1", "ms", "260", "0.38", "2.50", "0.70"]
+    assert row == ["coordina", "m", "3", "2", "42.1", "ms", "260", "0.38", "2.50", "0.70"]
     (idle,) = [line.split() for line in lines if line.startswith("c2")]
-    assert idle[3] == "-"
+    assert idle[4] == "-"
     assert idle[-2:] == ["-", "-"]
+
+
+def test_a_long_name_does_not_push_figures_out_of_80_columns():
+    lines = text_of(coordinators_table([coordinator("c", model="org/a-rather-long-name", round_s=0.1193)]))
+    assert lines[0].endswith("tokens accepted a step prepared")
+    (row,) = [line for line in lines if line.startswith("c ")]
+    assert "119.3 ms" in row
+    assert row.endswith("0.70")
 
 
 def test_workers_that_coordinators_share_are_shown_once():
@@ -90,10 +99,12 @@ def test_the_key_is_sent_and_a_refusal_is_said(monkeypatch):
     def get(url, headers, timeout):
         seen.append((url, headers))
         status = 200 if headers else 401
-        return httpx.Response(status, json={"coordinators": []}, request=httpx.Request("GET", url))
+        return httpx.Response(
+            status, json={"coordinators": [], "absent": []}, request=httpx.Request("GET", url)
+        )
 
     monkeypatch.setattr(httpx, "get", get)
-    assert read("http://host:1/v1/", "secret") == []
+    assert read("http://host:1/v1/", "secret") == ([], [])
     assert seen[0] == ("http://host:1/status", {"Authorization": "Bearer secret"})
     with pytest.raises(BenchError, match="HTTP 401"):
         read("http://host:1", None)

@@ -8,11 +8,12 @@ similar law) and ADV (an unrelated one).
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from specdec.engine.simulated import ToyLaw
-from specdec.types import GenerationRequest, SamplingParams, VerificationMode
+from specdec.types import GenerationRequest, SamplingParams, SequenceId, VerificationMode
 from tests.laws import Generated, app_config, generate_all, generation, plain_ids, toy_law, toy_next_token_law
 
 GREEDY, COUPLED, REJECTION = VerificationMode.GREEDY, VerificationMode.COUPLED, VerificationMode.REJECTION
@@ -125,6 +126,29 @@ async def test_a_sequence_in_a_mixed_batch_says_what_it_says_alone(draft):
         (alone,) = await generate_all(app_config(3, max_num_seqs=1), TARGET, DRAFTS[draft], [request])
         assert alone.token_ids == result.token_ids, request.sequence_id
         assert alone.chunks == result.chunks
+
+
+@pytest.mark.parametrize("pipeline", ["serial", "lookahead"])
+@pytest.mark.parametrize("mode", [GREEDY, COUPLED])
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_a_stop_token_anywhere_in_a_block_is_the_last_token_of_the_text(draft, mode, pipeline):
+    """A29, A104: nothing of the rest of an accepted block is given or counted."""
+    requests, expected = [], []
+    for seed in range(30):
+        asked = generation(
+            f"s{seed}", SamplingParams(mode=mode, seed=seed), prompt=(seed % 8,), max_tokens=12
+        )
+        whole = reference_ids(asked)
+        for place in range(6):
+            if whole.index(whole[place]) == place:
+                stop = replace(asked.stop, stop_token_ids=frozenset({whole[place]}))
+                requests.append(replace(asked, sequence_id=SequenceId(f"s{seed}-{place}"), stop=stop))
+                expected.append(whole[: place + 1])
+    assert {len(ids) for ids in expected} >= ({1, 2, 3, 4, 5, 6} if mode is COUPLED else {1, 2, 3})
+    results = await generate_all(app_config(5, pipeline=pipeline), TARGET, DRAFTS[draft], requests)
+    assert ids(results) == expected
+    assert {result.finish_reason for result in results} == {"stop"}
+    assert sum(result.num_drafted for result in results) > 0
 
 
 async def test_a_draft_with_the_targets_law_is_accepted_in_every_round():

@@ -46,6 +46,11 @@ def write_json(path, values):
     path.write_text(json.dumps(values))
 
 
+def rewritten(path, **changes):
+    """Change a JSON file."""
+    write_json(path, {**json.loads(path.read_text()), **changes})
+
+
 def swapped(words, i, j):
     words = list(words)
     words[i], words[j] = words[j], words[i]
@@ -57,6 +62,20 @@ def test_same_vocabulary_is_compatible(make_model):
     assert check_pair(target, draft) == PairInfo(
         vocab_size=6, target_context=128, draft_context=64, eos_token_ids=frozenset({0})
     )
+
+
+def test_other_labels_on_the_same_vocabulary_are_compatible(make_model, tmp_path):
+    """What the tokenizers and models are called says nothing about their tokens."""
+    target, draft = make_model("target"), make_model("draft", config={"model_type": "mistral"})
+    settings = {
+        "name_or_path": "other/name",
+        "padding_side": "left",
+        "pad_token": "<eos>",
+        "chat_template": "x",
+    }
+    rewritten(tmp_path / "draft" / "tokenizer_config.json", **settings)
+    rewritten(tmp_path / "draft" / "config.json", architectures=["MistralForCausalLM"], pad_token_id=0)
+    assert check_pair(target, draft).vocab_size == len(WORDS)
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(6, 8), (8, 6), (16, 8)])

@@ -50,6 +50,11 @@ class GenerationServiceStub:
                 request_serializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/specdec.v1.GenerationService/ListModels',
+                request_serializer=specdec_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/specdec.v1.GenerationService/Tokenize',
                 request_serializer=specdec_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
@@ -83,7 +88,14 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served here. Answers also while no worker is ready; readiness is the health service's.
+        """A model that is served here. Answers also while no worker is ready for it; ListModels says whether one is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """The models that are served here. The health service speaks for the first of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +132,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=specdec_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -213,6 +230,33 @@ class GenerationService:
             '/specdec.v1.GenerationService/GetModelInfo',
             specdec_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             specdec_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.GenerationService/ListModels',
+            specdec_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+            specdec_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ from specdec.gateway.structured import Constraint, json_schema
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Calls that a forced answer may hold: a weak model would go on to the end of its context."""
+"""Calls in an answer that is held to a grammar: a weak model would go on to the end of its context."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -28,6 +28,8 @@ class Tool:
     arguments: Constraint
     definition: str
     """JSON text of all of it, as chat templates expect it."""
+    is_strict: bool = False
+    """A call that the model makes of its own accord, too, must follow the schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class ToolUse:
     forced: str | None = None
     """With ``required``: the one function to call, once."""
     is_parallel: bool = True
-    """Whether a forced answer may hold several calls."""
+    """Whether an answer may hold several calls."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -51,8 +53,13 @@ class ToolUse:
         return [json.loads(tool.definition) for tool in self.tools]
 
     @property
+    def is_held(self) -> bool:
+        """Whether calls, if there are any, must follow a grammar."""
+        return self.mode == "required" or any(tool.is_strict for tool in self.tools)
+
+    @property
     def callable(self) -> tuple[Tool, ...]:
-        """The tools that a forced answer may call."""
+        """The tools that an answer may call."""
         return tuple(tool for tool in self.tools if self.forced in (None, tool.name))
 
     @property
@@ -60,7 +67,14 @@ class ToolUse:
         return MAX_CALLS if self.is_parallel and self.forced is None else 1
 
 
-def make_tool(name: str, description: str | None, parameters: dict[str, object] | None, param: str) -> Tool:
+def make_tool(
+    name: str,
+    description: str | None,
+    parameters: dict[str, object] | None,
+    param: str,
+    *,
+    is_strict: bool = False,
+) -> Tool:
     """Check a function's definition; whether its schema can be followed is found out when it is needed.
 
     Args:
@@ -68,6 +82,7 @@ def make_tool(name: str, description: str | None, parameters: dict[str, object] 
         description: for the model.
         parameters: JSON schema of its arguments; None takes none.
         param: the field it came in, for errors.
+        is_strict: see `Tool`.
 
     Raises:
         InvalidRequest: naming the part of ``param`` at fault.
@@ -87,7 +102,8 @@ def make_tool(name: str, description: str | None, parameters: dict[str, object] 
         definition = json.dumps({"type": "function", "function": function})
     except RecursionError as error:
         raise InvalidRequest(f"{param}.parameters: nested too deeply", f"{param}.parameters") from error
-    return Tool(name=name, arguments=json_schema(schema, f"{param}.parameters"), definition=definition)
+    arguments = json_schema(schema, f"{param}.parameters")
+    return Tool(name=name, arguments=arguments, definition=definition, is_strict=is_strict)
 
 
 def make_tool_use(

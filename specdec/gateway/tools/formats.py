@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,11 @@ from typing import Literal
 from specdec.gateway.answers import CallBroken, Content, Part, Reasoning, TextParser
 from specdec.gateway.tools.definitions import ToolUse
 from specdec.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from specdec.gateway.tools.llama3 import Llama3Parser
+from specdec.gateway.tools.llama3 import TAG, Llama3Parser
+
+GAP = r"[ \n\t]{0,4}"
+"""Around a call that the model opens by itself."""
+ANY = r"(.|\n)*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,8 @@ class ToolFormat:
     prefix: tuple[str, ...] = ()
     suffix: tuple[str, ...] = ()
     separator: str
+    opens_anywhere: bool
+    """Calls stand in text, each behind the first of ``prefix``; else an answer is calls or text."""
 
     def parser(self, use: ToolUse) -> TextParser:
         """Make a parser for one answer."""
@@ -39,16 +46,69 @@ class ToolFormat:
         names = [f"call_{idx}" for idx in range(len(use.callable))]
         prefix = " ".join(lark_text(piece, is_token) for piece in self.prefix)
         suffix = " ".join(lark_text(piece, is_token) for piece in self.suffix)
-        more = f" ({_quoted(self.separator)} call){{0,{use.max_calls - 1}}}" if use.max_calls > 1 else ""
+        more = _up_to(use.max_calls - 1, f"{_quoted(self.separator)} call")
         return [
-            f"calls: call{more}",
+            f"calls: call {more}",
             f"call: {prefix} ({' | '.join(names)}) {suffix}",
             *(f"call_{idx}: {self._object(tool.name, idx)}" for idx, tool in enumerate(use.callable)),
         ]
 
+    def answer_rules(self, use: ToolUse, is_token: Callable[[str], bool], barred: str) -> list[str]:
+        """Lark rules: ``answer`` is text in which whatever opens a call goes on as one; arguments as above.
+
+        Nothing that the parser takes for a call can be written in another way.
+
+        Args:
+            use: tools and how many calls there may be.
+            is_token: see `calls_rules`.
+            barred: regular expression of what the text must not begin with; empty for nothing.
+        """
+        return (self._calls_in_text if self.opens_anywhere else self._calls_or_text)(use, is_token, barred)
+
+    def _calls_in_text(self, use: ToolUse, is_token: Callable[[str], bool], barred: str) -> list[str]:
+        opening = self.prefix[0]
+        text = f"/{ANY}/ & ~/{ANY}{re.escape(opening)}{ANY}/"
+        names = " | ".join(f"call_{idx}" for idx in range(len(use.callable)))
+        if is_token(opening):
+            openings = [f"first: FIRST_TEXT {opening}", f"opening: TEXT {opening}"]
+        else:
+            until = f"/{ANY}{re.escape(opening)}/"
+            openings = [
+                "first[lazy]: FIRST_OPENING",
+                "opening[lazy]: OPENING",
+                f"FIRST_OPENING: {until}{_but(barred)}",
+                f"OPENING: {until}",
+            ]
+        return [
+            f"answer: FIRST_TEXT | first call {_up_to(use.max_calls - 1, 'opening call')} TEXT",
+            f"call: GAP ({names}) GAP {lark_text(self.suffix[-1], is_token)}",
+            *(f"call_{idx}: {self._object(tool.name, idx)}" for idx, tool in enumerate(use.callable)),
+            *openings,
+            f"FIRST_TEXT: {text}{_but(barred)}",
+            f"TEXT: {text}",
+            f"GAP: /{GAP}/",
+        ]
+
+    def _calls_or_text(self, use: ToolUse, is_token: Callable[[str], bool], barred: str) -> list[str]:
+        tag = f"{TAG}? " if is_token(TAG) else ""
+        gap = GAP if is_token(TAG) else f"{GAP}({re.escape(TAG)}{GAP})?"
+        opening = rf"\s*({re.escape(TAG)}\s*)?\{{"
+        tools = list(enumerate(use.callable))
+        firsts, others = (" | ".join(f"{name}_{idx}" for idx, _ in tools) for name in ("first", "call"))
+        more = _up_to(use.max_calls - 1, f"{_quoted(self.separator)} ({others})")
+        return [
+            f"answer: TEXT | {tag}({firsts}) {more}",
+            *(f"first_{idx}: FIRST_{idx} @arguments_{idx} {_quoted('}')}" for idx, _ in tools),
+            *(f"FIRST_{idx}: /{gap}{re.escape(self._head(tool.name))}/" for idx, tool in tools),
+            *(f"call_{idx}: {self._object(tool.name, idx)}" for idx, tool in tools),
+            f"TEXT: /{ANY}/{_but(opening)}{_but(barred)}",
+        ]
+
     def _object(self, tool_name: str, idx: int) -> str:
-        head = f'{{"name": "{tool_name}", "{self.arguments_key}": '
-        return f"{_quoted(head)} @arguments_{idx} {_quoted('}')}"
+        return f"{_quoted(self._head(tool_name))} @arguments_{idx} {_quoted('}')}"
+
+    def _head(self, tool_name: str) -> str:
+        return f'{{"name": "{tool_name}", "{self.arguments_key}": '
 
 
 class OneCallParser:
@@ -61,6 +121,11 @@ class OneCallParser:
     def __init__(self, parser: TextParser) -> None:
         self._parser = parser
         self._index: int | None = None
+
+    @property
+    def num_held(self) -> int:
+        """See `TextParser`."""
+        return self._parser.num_held
 
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain now."""
@@ -88,8 +153,11 @@ HERMES = ToolFormat(
     prefix=(OPEN, "\n"),
     suffix=("\n", CLOSE),
     separator="\n",
+    opens_anywhere=True,
 )
-LLAMA3 = ToolFormat(name="llama3", parser_of=Llama3Parser, arguments_key="parameters", separator="; ")
+LLAMA3 = ToolFormat(
+    name="llama3", parser_of=Llama3Parser, arguments_key="parameters", separator="; ", opens_anywhere=False
+)
 FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, LLAMA3)}
 
 
@@ -113,3 +181,12 @@ def lark_text(text: str, is_token: Callable[[str], bool]) -> str:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def _up_to(most: int, rule: str) -> str:
+    return f"({rule}){{0,{most}}}" if most else ""
+
+
+def _but(beginning: str) -> str:
+    """Bars texts that begin with a regular expression; empty bars nothing."""
+    return f" & ~/{beginning}{ANY}/" if beginning else ""

@@ -27,6 +27,11 @@ class HermesParser:
         """Nothing but whitespace has come since the last call."""
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """See `TextParser`; nothing of a call while it is read."""
+        return len(self._held)
+
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain now."""
         parts: list[Part] = []

@@ -26,6 +26,11 @@ class Llama3Parser:
         self._is_text = False
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """See `TextParser`; nothing of a call while it is read."""
+        return len(self._held)
+
     def push(self, text: str) -> list[Part]:
         """Take more text; return what is certain now."""
         parts: list[Part] = []

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from specdec.gateway.proto import generation_pb2 as pb
 from tests.e2e.harness import Server, private_env, specdec_command, wait_for
+from tests.e2e.simulated.settings import FILE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-FILE = Path(__file__).parents[2] / "deployments" / "simulated.yaml"
-ARGS = yaml.safe_load(FILE.read_text(encoding="utf-8"))["applications"][0]["args"]
 PROMPT = "w5 w17 w3"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("simulated"), ARGS)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
-
-
-def counters(server: Server) -> dict:
-    """The status once the gateway's polls have caught up with what was served."""
-    readings = [server.status()["num_output_tokens"]]
-    while len(readings) < 3 or len(set(readings[-3:])) > 1:
-        time.sleep(0.4)
-        readings.append(server.status()["num_output_tokens"])
-    return server.status()
+GAMMA = 3
+DRAFTED = {"num_speculative_tokens": GAMMA}
 
 
 def complete(server: Server, **fields) -> str:
@@ -52,25 +31,27 @@ def complete(server: Server, **fields) -> str:
 def test_every_pipeline_gives_the_text_of_plain_decoding(server, sampling):
     plain = complete(server, **sampling, speculative={"num_speculative_tokens": 0})
     assert len(plain.split()) == 200
-    before = counters(server)
+    before = server.settled()
     for pipeline in ("serial", "lookahead", "auto"):
-        assert complete(server, **sampling, speculative={"pipeline": pipeline}) == plain
-    after = counters(server)
+        assert complete(server, **sampling, speculative={"pipeline": pipeline, **DRAFTED}) == plain
+    after = server.settled()
     assert after["num_accepted_draft_tokens"] > before["num_accepted_draft_tokens"] + 100
     assert after["num_prepared_drafts"] > before["num_prepared_drafts"] + 10
 
 
 def test_serial_requests_have_nothing_prepared_for_them(server):
-    before = counters(server)["num_prepared_drafts"]
-    complete(server, speculative={"pipeline": "serial"})
-    assert counters(server)["num_prepared_drafts"] == before
+    before = server.settled()["num_prepared_drafts"]
+    complete(server, speculative={"pipeline": "serial", **DRAFTED})
+    assert server.settled()["num_prepared_drafts"] == before
 
 
 def test_pipeline_is_a_field_of_grpc_too(server):
     request = pb.GenerateRequest(
         text=PROMPT,
         sampling=pb.SamplingOptions(max_tokens=100, temperature=0.0),
-        speculative=pb.SpeculativeOptions(pipeline=pb.PIPELINE_LOOKAHEAD, metrics=True),
+        speculative=pb.SpeculativeOptions(
+            pipeline=pb.PIPELINE_LOOKAHEAD, num_speculative_tokens=GAMMA, metrics=True
+        ),
     )
     answer = server.stub().Generate(request, timeout=60)
     assert answer.choices[0].text == complete(

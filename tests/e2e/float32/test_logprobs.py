@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -12,7 +12,6 @@ import torch
 
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.models import load_tokenizer
-from tests.e2e.conftest import run_server
 from tests.e2e.harness import Server, chat
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.reference import logprobs_behind, prompt_tokens
@@ -25,25 +24,10 @@ NUM_TOP = 5
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-@pytest.fixture(scope="module", params=["self", "random"])
-def draft_kind(request: pytest.FixtureRequest) -> str:
-    """``self`` gives accepted and bonus tokens, ``random`` recovered ones."""
-    return str(request.param)
-
-
-one_server = pytest.mark.parametrize("draft_kind", ["self"], indirect=True, scope="module")
+self_and_random = pytest.mark.parametrize("draft_kind", ["self", "random"], indirect=True, scope="package")
+"""The one gives accepted and bonus tokens, the other recovered ones."""
+one_server = pytest.mark.parametrize("draft_kind", ["self"], indirect=True, scope="package")
 """For what does not depend on the draft."""
-
-
-@pytest.fixture(scope="module")
-def server(draft_kind: str, random_draft: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    args = {
-        "target": {"model": "smollm2", "dtype": "float32"},
-        "draft": {"model": "smollm2" if draft_kind == "self" else random_draft, "dtype": "float32"},
-        "speculation": {"num_speculative_tokens": GAMMA},
-        "coordinator": {"draft_timeout_s": 60.0},
-    }
-    yield from run_server(tmp_path_factory.mktemp(f"logprobs-{draft_kind}"), args)
 
 
 def complete(server: Server, **body: Any) -> dict[str, Any]:
@@ -64,6 +48,7 @@ def assert_are_the_targets(tokens: Sequence[pb.TokenLogprob], behind: torch.Tens
         assert [top.logprob for top in token.top] == pytest.approx(own, abs=TOLERANCE), at
 
 
+@self_and_random
 @pytest.mark.parametrize(
     ("law", "gamma"),
     [("greedy", GAMMA), ("greedy", 0), ("coupled", GAMMA), ("rejection", GAMMA), ("processed", GAMMA)],
