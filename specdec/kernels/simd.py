@@ -24,6 +24,9 @@ _FLOAT, _INTP = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _BITS16 = ir.VectorType(ir.IntType(16), LANES)
 _BITS32 = ir.VectorType(ir.IntType(32), LANES)
+_EXACT = ("nsz",)
+"""An instruction with flags of its own is not given numba's, which let LLVM reorder sums, and in another order
+where there are more of them."""
 
 
 class _VectorType(types.Type):  # type: ignore[misc]
@@ -65,6 +68,18 @@ def _fma(builder: Any, a: Any, b: Any, total: Any) -> Any:
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
     return builder.call(fma, [a, b, total])
+
+
+def _add(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b, flags=_EXACT)
+
+
+def _subtract(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fsub(a, b, flags=_EXACT)
+
+
+def _times(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b, flags=_EXACT)
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
@@ -131,7 +146,7 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
     """Sum lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args)
+        return _add(builder, *args)
 
     return float32x16(float32x16, float32x16), codegen
 
@@ -141,7 +156,7 @@ def multiply(typing_context: Any, a: Any, b: Any) -> Any:
     """Product lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args)
+        return _times(builder, *args)
 
     return float32x16(float32x16, float32x16), codegen
 
@@ -182,7 +197,7 @@ def sum_of_lanes(typing_context: Any, vector: Any) -> Any:
     """Sum, always in the same order."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fold(builder, args[0], builder.fadd)
+        return _fold(builder, args[0], lambda a, b: _add(builder, a, b))
 
     return types.float32(float32x16), codegen
 
@@ -209,19 +224,19 @@ def exp_of_difference(typing_context: Any, a: Any, b: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x = builder.fsub(*args)
+        x = _subtract(builder, *args)
         is_above = builder.fcmp_unordered(">", x, _constant(-87.0))
         shifted = _fma(builder, x, _constant(_LOG2_E), _constant(_TO_INTEGER))
-        exponent = builder.fsub(shifted, _constant(_TO_INTEGER))
+        exponent = _subtract(builder, shifted, _constant(_TO_INTEGER))
         r = _fma(builder, exponent, _constant(-_LN2_HIGH), x)
         r = _fma(builder, exponent, _constant(-_LN2_LOW), r)
         poly = _constant(_POLYNOMIAL[0])
         for coefficient in _POLYNOMIAL[1:]:
             poly = _fma(builder, poly, r, _constant(coefficient))
-        value = builder.fadd(_fma(builder, poly, builder.fmul(r, r), r), _constant(1.0))
+        value = _add(builder, _fma(builder, poly, _times(builder, r, r), r), _constant(1.0))
         biased = builder.add(builder.bitcast(shifted, _BITS32), ir.Constant(_BITS32, [127] * LANES))
         power = builder.bitcast(builder.shl(biased, ir.Constant(_BITS32, [23] * LANES)), _VECTOR)
-        return builder.select(is_above, builder.fmul(value, power), _constant(0.0))
+        return builder.select(is_above, _times(builder, value, power), _constant(0.0))
 
     return float32x16(float32x16, float32x16), codegen
 
@@ -238,16 +253,15 @@ def power_of_two(typing_context: Any, x: Any, factor: Any, shift: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         exponent = _fma(builder, args[0], args[1], builder.fneg(args[2]))
         is_above = builder.fcmp_unordered(">", exponent, _constant(-126.0))
-        # Flags of its own keep numba's, which would let LLVM cancel the constant, off an instruction.
-        shifted = builder.fadd(exponent, _constant(_TO_EXPONENT), flags=("nsz",))
-        whole = builder.fsub(shifted, _constant(_TO_EXPONENT), flags=("nsz",))
-        fraction = builder.fsub(exponent, whole)
+        shifted = _add(builder, exponent, _constant(_TO_EXPONENT))
+        whole = _subtract(builder, shifted, _constant(_TO_EXPONENT))
+        fraction = _subtract(builder, exponent, whole)
         value = _constant(_POWER_POLYNOMIAL[0])
         for coefficient in _POWER_POLYNOMIAL[1:]:
             value = _fma(builder, value, fraction, _constant(coefficient))
         bits = builder.shl(builder.bitcast(shifted, _BITS32), ir.Constant(_BITS32, [23] * LANES))
         power = builder.bitcast(bits, _VECTOR)
-        return builder.select(is_above, builder.fmul(value, power), _constant(0.0))
+        return builder.select(is_above, _times(builder, value, power), _constant(0.0))
 
     return float32x16(float32x16, float32x16, float32x16), codegen
 
