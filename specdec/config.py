@@ -46,7 +46,7 @@ class ModelConfig(_Section):
     it. They take a few seconds at start."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads for the model; None takes every core this process may use."""
-    spin_count: int | None = Field(default=30_000, ge=0)
+    spin_count: int | None = Field(default=3_000, ge=0)
     """How often the model's helper threads look for work before they sleep; None is libgomp's own 300,000."""
     pin_threads: bool = True
     """Give each of a CPU model's threads a core of its own, if there are as many of both."""
