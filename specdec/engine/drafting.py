@@ -125,7 +125,9 @@ class DraftEngine:
     def _draft(self, blocks: list[Block], logits: torch.Tensor) -> None:
         """Extend every block until it is done; each pass is one forward over those that are not."""
         while blocks:
-            look_at([self._drawer.draw(blocks, logits)])
+            step = self._drawer.draw(blocks, logits)
+            self.runner.wait()
+            look_at([step])
             blocks = [block for block in blocks if not block.is_done]
             if blocks:
                 logits = self.runner.forward(
@@ -144,6 +146,7 @@ class DraftEngine:
             if blocks:
                 logits = self.runner.forward([_unseen_item(block) for block in blocks], token_ids)
         if steps:
+            self.runner.wait()
             look_at(steps)
         for block in fed_unseen:
             fed = block.token_ids[:-1]

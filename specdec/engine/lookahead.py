@@ -187,6 +187,7 @@ class LookAhead:
         if not items:
             return
         logits = self._runner.forward(items)
+        self._runner.wait()  # whoever interrupts does not have to wait for more than this forward
         for root in roots:
             root.to_feed = []
         if branches:

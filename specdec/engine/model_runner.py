@@ -117,6 +117,9 @@ class ModelRunner:
     def runs_ahead(self) -> bool:
         return self.model.device.type == "cuda"
 
+    def wait(self) -> None:
+        """Looking at a value waits for it."""
+
     def length(self, sequence_id: SequenceId) -> int:
         return self.cache.blocks.length(sequence_id)
 

@@ -116,6 +116,10 @@ class Runner(Protocol):
         """
         ...
 
+    def wait(self) -> None:
+        """Until the device has done all that was asked of it, so that the host may look at values."""
+        ...
+
     def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         """Say what the tokens were that were fed unseen; those behind ``token_ids`` are rolled back."""
         ...

@@ -76,7 +76,18 @@ Latency = Callable[[int, int], float]
 
 
 class SimulatedRunner:
-    """See `Runner`. The "cache" of a sequence is the list of its tokens."""
+    """See `Runner`. The "cache" of a sequence is the list of its tokens.
+
+    Args:
+        law: of the next token.
+        max_context: positions.
+        kv_capacity_tokens: of all sequences.
+        latency: what a forward takes.
+        sleep: waits so many seconds.
+        clock: monotonic seconds.
+        runs_ahead: as a GPU does: a forward returns at once, and its device takes up the next one when it is
+            done with it.
+    """
 
     def __init__(
         self,
@@ -87,6 +98,7 @@ class SimulatedRunner:
         latency: Latency = lambda num_sequences, num_tokens: 0.0,
         sleep: Callable[[float], None] = sleep_exactly,
         clock: Callable[[], float] = time.perf_counter,
+        runs_ahead: bool = False,
     ) -> None:
         self._law = law
         self._max_context = max_context
@@ -94,6 +106,9 @@ class SimulatedRunner:
         self._latency = latency
         self._sleep = sleep
         self._clock = clock
+        self._runs_ahead = runs_ahead
+        self._ready_s = 0.0
+        """When the device will have done all that was asked of it."""
         self._tokens: dict[SequenceId, list[int]] = {}
         self._room: dict[SequenceId, int] = {}
         """Positions that each may fill,"""
@@ -119,7 +134,13 @@ class SimulatedRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        return False
+        return self._runs_ahead
+
+    def wait(self) -> None:
+        """See `Runner.wait`."""
+        delay_s = self._ready_s - self._clock()
+        if delay_s > 0:
+            self._sleep(delay_s)
 
     def open(self, sequence_id: SequenceId) -> None:
         self._num_unseen.pop(sequence_id, None)
@@ -191,9 +212,9 @@ class SimulatedRunner:
             contexts.extend((tokens[end - 1] if end > 0 else 0, tokens[end]) for end in ends)
         rows = self._law.rows(contexts)
         num_tokens = sum(len(item.token_ids) for item in items)
-        delay_s = self._latency(len(items), num_tokens) - (self._clock() - started_s)
-        if delay_s > 0:
-            self._sleep(delay_s)
+        self._ready_s = max(self._ready_s, started_s) + self._latency(len(items), num_tokens)
+        if not self._runs_ahead:
+            self.wait()
         return rows
 
     def settle(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:

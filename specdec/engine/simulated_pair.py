@@ -102,7 +102,7 @@ def _overlap(target: torch.Tensor, draft: torch.Tensor) -> float:
 def make_runner(
     simulation: SimulationConfig, role: Literal["target", "draft"], *, kv_capacity_tokens: int
 ) -> SimulatedRunner:
-    """One side of a simulated pair, which sleeps as long as its device is to take."""
+    """One side of a simulated pair, whose device takes as long as it is to, and runs ahead as a GPU does."""
     laws = make_pair(simulation.law, simulation.acceptance_rate, simulation.vocab_size, simulation.seed)
     times = simulation.target if role == "target" else simulation.draft
     return SimulatedRunner(
@@ -110,4 +110,5 @@ def make_runner(
         max_context=simulation.max_context,
         kv_capacity_tokens=kv_capacity_tokens,
         latency=times.of,
+        runs_ahead=True,
     )

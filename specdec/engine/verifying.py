@@ -6,6 +6,7 @@ wanted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +124,10 @@ class TargetEngine:
         scores: list[Scores] = []
         if fed:
             logits = mask_padding(self.runner.forward(fed), self.runner.vocab_size)
+            if cases:
+                verdicts = judge(picked(logits, judged) if scored else logits, cases, self.runner.wait)
+            self.runner.wait()
             scores = [item.scores(logits) for item in scored]
-            verdicts = judge(picked(logits, judged) if scored else logits, cases) if cases else []
         return VerifyReply(
             verdicts=tuple(verdicts),
             scores=tuple(scores),
@@ -133,12 +136,13 @@ class TargetEngine:
         )
 
 
-def judge(logits: torch.Tensor, cases: list[_Case]) -> list[Verdict]:
+def judge(logits: torch.Tensor, cases: list[_Case], wait: Callable[[], None]) -> list[Verdict]:
     """Turn the target's rows into verdicts; rows of all sequences are worked on together.
 
     Args:
         logits: [sum of num_rows, vocab] raw logits without padding.
         cases: whose rows they are, in order.
+        wait: called when all is asked of the device, before its answers are looked at.
     """
     are_plain = all(case.session.is_plain for case in cases)
     contexts = [] if are_plain else [context for case in cases for context in case.contexts()]
@@ -151,6 +155,7 @@ def judge(logits: torch.Tensor, cases: list[_Case]) -> list[Verdict]:
     ratios: dict[int, list[float]] = {}
     if sampled:
         token_ids = _judge_sampled(processed, sampled, token_ids, ratios)
+    wait()
     chosen = token_ids.tolist()
     return [case.verdict(chosen, ratios.get(case.start, []), logits) for case in cases]
 

@@ -25,8 +25,8 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _BITS16 = ir.VectorType(ir.IntType(16), LANES)
 _BITS32 = ir.VectorType(ir.IntType(32), LANES)
 _EXACT = ("nsz",)
-"""An instruction with flags of its own is not given numba's, which let LLVM reorder sums, and in another order
-where there are more of them."""
+"""An instruction with flags of its own is not given numba's, which let LLVM reorder sums, and in another
+order where there are more of them."""
 
 
 class _VectorType(types.Type):  # type: ignore[misc]

@@ -49,15 +49,22 @@ def test_both_sides_of_a_pair_are_made_alike_in_processes_of_their_own():
         assert torch.equal(*logits)
 
 
-def test_a_forward_takes_as_long_as_its_device_is_told_to():
+def test_a_device_takes_as_long_as_it_is_told_to_while_the_host_runs_ahead():
     simulation = SimulationConfig.model_validate(
-        {"vocab_size": VOCAB, "target": {"step_s": 0.02, "token_s": 0.01}, "draft": {"step_s": 0.0}}
+        {"vocab_size": VOCAB, "target": {"step_s": 0.2, "token_s": 0.1}, "draft": {"step_s": 0.0}}
     )
     runner = make_runner(simulation, "target", kv_capacity_tokens=1000)
     runner.open(SequenceId("s"))
+    item = ForwardItem(sequence_id=SequenceId("s"), token_ids=[1, 2, 3], num_rows=3)
+    runner.wait()  # for nothing
     started_s = time.perf_counter()
-    runner.forward([ForwardItem(sequence_id=SequenceId("s"), token_ids=[1, 2, 3], num_rows=3)])
-    assert time.perf_counter() - started_s >= 0.05
+    runner.forward([item])
+    runner.forward([item])
+    asked_s = time.perf_counter() - started_s
+    runner.wait()
+    elapsed_s = time.perf_counter() - started_s
+    assert elapsed_s >= 1.0  # one forward behind the other
+    assert asked_s < elapsed_s / 2
 
 
 def test_words_are_tokens_and_tokens_words():
