@@ -77,9 +77,14 @@ async def measure(
     *,
     warm_up_s: float,
     counted_s: float,
+    first_prompt: int = 0,
 ) -> Measured:
-    """Keep ``num_sequences`` running; count what ``counted_s`` seconds commit, after ``warm_up_s``."""
-    async with generating(backend, choice, simulation, num_sequences) as counts:
+    """Keep ``num_sequences`` running; count what ``counted_s`` seconds commit, after ``warm_up_s``.
+
+    Greedy text is the same for every choice, and easy or hard to draft by luck: choices are compared over the
+    same prompts, those with the numbers from ``first_prompt`` on.
+    """
+    async with generating(backend, choice, simulation, num_sequences, first_prompt) as counts:
         await asyncio.sleep(warm_up_s)
         _reset(counts)
         await asyncio.sleep(counted_s)
@@ -95,7 +100,7 @@ async def measure(
 
 @asynccontextmanager
 async def generating(
-    backend: Backend, choice: Choice, simulation: SimulationConfig, num_sequences: int
+    backend: Backend, choice: Choice, simulation: SimulationConfig, num_sequences: int, first_prompt: int = 0
 ) -> AsyncIterator[Counts]:
     """Keep so many sequences running while the context lasts; what one of them fails with ends it."""
     counts = Counts()
@@ -103,7 +108,7 @@ async def generating(
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_generate(backend, _request(choice, simulation, number), counts))
-                for number in range(num_sequences)
+                for number in range(first_prompt, first_prompt + num_sequences)
             ]
             yield counts
             for task in tasks:

@@ -20,14 +20,15 @@ from rich.table import Table
 from specdec import __version__
 from specdec.gateway.backend import Backend
 from specdec.lab.errors import BenchError
-from specdec.lab.pipeline.measure import Choice, Measured, measure
+from specdec.lab.pipeline.measure import Choice, Measured, generating, measure
 from specdec.lab.pipeline.plan import FIXED_GAMMAS, Figure, Scenario
 from specdec.types import Pipeline
 
 READY_TIMEOUT_S = 30.0
 MAX_ATTEMPTS = 2
+WARM_UP_S = 0.5
 ADAPTING_S = 12.0
-"""Warm-up of a deployment that has to find out what pays."""
+"""What a deployment gets that has to find out what pays, before it is measured."""
 
 
 class StartedBackend(Backend, Protocol):
@@ -147,17 +148,20 @@ async def _measure_all(
     backend.start()
     try:
         await until_ready(backend, scenario)
+        for choice in (choice for choice in choices if choice.gamma is None):
+            async with generating(backend, choice, scenario.simulation, scenario.num_sequences):
+                await asyncio.sleep(ADAPTING_S)
         for number in range(rounds):
             for choice, measured in samples.items():
-                warm_up_s = ADAPTING_S if choice.gamma is None and number == 0 else 0.5
                 measured.append(
                     await measure(
                         backend,
                         choice,
                         scenario.simulation,
                         scenario.num_sequences,
-                        warm_up_s=warm_up_s,
+                        warm_up_s=WARM_UP_S,
                         counted_s=counted_s,
+                        first_prompt=number * scenario.num_sequences,
                     )
                 )
         return samples
