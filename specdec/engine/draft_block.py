@@ -40,12 +40,14 @@ class Block:
     only."""
     guesses: list[list[int]] = field(default_factory=list)
     """Those, per drawn token; looking ahead only."""
-    has_stopped: bool = False
-    """The last token seen is a stop."""
 
     @property
     def is_done(self) -> bool:
-        return self.num_drawn == self.num_wanted or self.has_stopped
+        return self.num_drawn == self.num_wanted or self._has_stopped
+
+    @property
+    def _has_stopped(self) -> bool:
+        return bool(self.token_ids) and self.token_ids[-1] in self.session.opening.stop_token_ids
 
     @property
     def context(self) -> RowContext:
@@ -56,19 +58,18 @@ class Block:
         return self.session.opening.sampling.seed, self.position
 
     def see(
-        self, token: int, law: tuple[Int32Array, Float32Array] | None = None, guesses: Sequence[int] = ()
+        self, token: int, law: tuple[Int32Array, Float32Array] | None, guesses: Sequence[int] = ()
     ) -> None:
         """Take in the next drawn token, the law it came from in rejection mode, and what else it might have
         been.
 
         Nothing behind a stop.
         """
-        if self.has_stopped:
+        if self._has_stopped:
             return
         if self.num_guesses:
             self.guesses.append(list(guesses[: self.num_guesses[len(self.token_ids)]]))
         self.token_ids.append(token)
-        self.has_stopped = token in self.session.opening.stop_token_ids
         if law is not None:
             self.support_ids.append(law[0])
             self.support_probs.append(law[1])
@@ -76,11 +77,10 @@ class Block:
     @property
     def num_guesses_now(self) -> int:
         """For the token that is drawn next."""
-        return self.num_guesses[self.num_drawn]
+        return self.num_guesses[self.num_drawn] if self.num_guesses else 0
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens."""
-        self.has_stopped = self.has_stopped and num_tokens >= len(self.token_ids)  # a stop is the last
         for of_tokens in (self.token_ids, self.support_ids, self.support_probs, self.guesses):
             del of_tokens[num_tokens:]
 
@@ -140,7 +140,7 @@ class Drawer:
         if by_law:
             ids, law = truncate_support(torch.softmax(picked(processed, by_law), dim=-1), self._support)
             token_ids = placed(token_ids, by_law, self._draw_from(drafted_by_law, ids, law))
-        count = max((block.num_guesses_now for block in blocks if block.num_guesses), default=0)
+        count = max(block.num_guesses_now for block in blocks)
         guesses = token_ids.new_empty(len(blocks), 0)
         if count:
             keys = [block.noise_key for block in blocks]
@@ -212,14 +212,10 @@ def look_at(steps: list[Step]) -> None:
     if laws:
         support_ids = iter(torch.cat([ids for ids, _ in laws]).to(torch.int32).cpu().numpy())
         support_probs = iter(torch.cat([probs for _, probs in laws]).cpu().numpy())
-    for step in steps:
-        if not step.drafted_by_law and not step.guesses.shape[1]:
-            for block in step.blocks:
-                block.see(next(token_ids))
-            continue
+    # Without guesses there is nothing to wait for.
+    guesses = [step.guesses.tolist() if step.guesses.shape[1] else [()] * len(step.blocks) for step in steps]
+    for step, guessed in zip(steps, guesses, strict=True):
         by_law = set(map(id, step.drafted_by_law))
-        # Without guesses there is nothing to wait for.
-        guesses = step.guesses.tolist() if step.guesses.shape[1] else [()] * len(step.blocks)
-        for block, others in zip(step.blocks, guesses, strict=True):
+        for block, others in zip(step.blocks, guessed, strict=True):
             law = (next(support_ids), next(support_probs)) if id(block) in by_law else None
             block.see(next(token_ids), law, others)

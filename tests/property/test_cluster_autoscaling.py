@@ -66,7 +66,7 @@ def test_what_was_followed_is_wanted_again(load, settings, replicas, num_targets
     assert wanted_drafts(load, settings, drafts, num_targets) == drafts.current
 
 
-@given(loads, settings_, replicas_, st.floats(0.0, 0.99), st.lists(st.floats(0.0, 1.0), max_size=20))
+@given(loads, settings_, replicas_, st.floats(0.0, 1.0), st.lists(st.floats(0.0, 1.0), max_size=20))
 def test_a_load_that_wavers_by_less_than_what_is_spared_moves_nothing(
     load, settings, replicas, share, wavering
 ):

@@ -39,6 +39,7 @@ from tests.fakes import (
     toy_service,
     toy_tokenizer,
 )
+from tests.grpc_calls import channel_to, failure_of
 
 COLOURS = [*byte_ids_of("red green blue"), EOS_ID]
 EMOJI = "😀 👨‍👩‍👧 日本 мир"
@@ -48,13 +49,8 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 @asynccontextmanager
 async def connected(backend, **options):
     """A channel to a server of its own."""
-    service = toy_service(backend, **options)
-    server = await start_grpc_server(ServedModels(service), service.config.gateway, backend.is_ready)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield channel
-    finally:
-        await server.stop()
+    async with channel_to(toy_service(backend, **options)) as channel:
+        yield channel
 
 
 @asynccontextmanager
@@ -70,24 +66,6 @@ def ask(text="one", speculative=None, wants=None, **sampling) -> pb.GenerateRequ
         sampling=pb.SamplingOptions(**sampling),
         speculative=pb.SpeculativeOptions(**(speculative or {})),
     )
-
-
-async def end_of(call) -> None:
-    """Await a unary call, or read a stream to its end."""
-    if isinstance(call, grpc.aio.UnaryStreamCall):
-        async for _ in call:
-            pass
-    else:
-        await call
-
-
-async def failure_of(call) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await end_of(call)
-    error = caught.value
-    assert len(error.details()) < 4096
-    assert "Traceback" not in error.details()
-    return error
 
 
 def metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str | bytes]:

@@ -11,9 +11,7 @@ import jsonschema
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
-from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.chat_templates import (
@@ -30,6 +28,7 @@ from tests.chat_templates import (
     tool,
 )
 from tests.fakes import EOS_ID, ScriptedBackend, byte_ids_of, only, serving
+from tests.grpc_calls import channel_to
 
 USER = pb.ChatMessage(role="user", content="one")
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in (WEATHER, CLOCK)}
@@ -38,13 +37,8 @@ TEXT = f"Let me see.\n{call_text('get_weather', {'city': 'Oslo', 'days': 2})}\n{
 
 @asynccontextmanager
 async def stub_to(backend, template=HERMES):
-    service = service_with(backend, template)
-    server = await start_grpc_server(ServedModels(service), service.config.gateway, backend.is_ready)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield pb_grpc.GenerationServiceStub(channel)
-    finally:
-        await server.stop()
+    async with channel_to(service_with(backend, template)) as channel:
+        yield pb_grpc.GenerationServiceStub(channel)
 
 
 def message_of(spec) -> pb.Tool:

@@ -33,6 +33,7 @@ from tests.fakes import (
     toy_service,
     toy_tokenizer,
 )
+from tests.grpc_calls import failure_of
 
 OTHER, APPLICATION = "org/other", "large"
 RED, ONE = token_ids_of("red"), token_ids_of("one")
@@ -88,21 +89,6 @@ async def over_http(client: httpx.AsyncClient, path: str, **fields) -> httpx.Res
 
 def ask(model: str = "") -> pb.GenerateRequest:
     return pb.GenerateRequest(text="x", model=model, sampling=pb.SamplingOptions(max_tokens=3))
-
-
-async def end_of(call) -> None:
-    """Await a unary call, or read a stream to its end."""
-    if isinstance(call, grpc.aio.UnaryStreamCall):
-        async for _ in call:
-            pass
-    else:
-        await call
-
-
-async def grpc_failure(call) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await end_of(call)
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -171,7 +157,7 @@ async def test_an_unknown_name_is_not_found_and_the_names_are_told(models):
             stub.Tokenize(pb.TokenizeRequest(text="x", model="other")),
             stub.Detokenize(pb.DetokenizeRequest(model="other")),
         ):
-            error = await grpc_failure(call)
+            error = await failure_of(call)
             assert error.code() == grpc.StatusCode.NOT_FOUND
             assert f"{MODEL_NAME!r}, {OTHER!r} are" in error.details()
 
@@ -183,7 +169,7 @@ async def test_while_a_pair_has_not_said_its_name_an_unknown_one_may_be_its(mode
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert "the application 'large' has not answered yet" in answer.json()["error"]["message"]
-        assert (await grpc_failure(stub.Generate(ask(OTHER)))).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await failure_of(stub.Generate(ask(OTHER)))).code() == grpc.StatusCode.UNAVAILABLE
         assert (await over_http(client, "/v1/completions")).status_code == 200
         models.withdraw(APPLICATION, "cannot be served: it has no tokenizer", OTHER)
         assert (await client.get("/status")).json()["absent"] == [

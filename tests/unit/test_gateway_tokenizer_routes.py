@@ -10,9 +10,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from specdec.gateway.grpc_server import start_grpc_server
 from specdec.gateway.http import build_http_app
-from specdec.gateway.models import ServedModels
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
 from tests.fakes import (
@@ -25,6 +23,7 @@ from tests.fakes import (
     token_ids_of,
     toy_service,
 )
+from tests.grpc_calls import channel_to
 
 CHAT = [{"role": "user", "content": "one"}]
 
@@ -128,13 +127,8 @@ def test_no_tokens_are_an_empty_text_and_a_name_is_accepted(client):
 
 @asynccontextmanager
 async def grpc_stub():
-    service = toy_service(ScriptedBackend(token_ids_of("red")), max_context=256)
-    server = await start_grpc_server(ServedModels(service), service.config.gateway, service.is_ready)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield pb_grpc.GenerationServiceStub(channel)
-    finally:
-        await server.stop()
+    async with channel_to(toy_service(ScriptedBackend(token_ids_of("red")), max_context=256)) as channel:
+        yield pb_grpc.GenerationServiceStub(channel)
 
 
 async def test_grpc_gives_the_same_token_ids(client):

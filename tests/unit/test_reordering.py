@@ -147,9 +147,9 @@ def num_accepted(chunks: Sequence[TokenChunk]) -> int:
 @pytest.mark.parametrize("gamma", [1, 2, 3, 4, "auto"])
 async def test_no_text_depends_on_when_and_how_often_messages_arrive(gamma, pipeline, draft):
     network = Network(f"{gamma} {pipeline} {draft}", OFTEN)
-    chunks = await run(network, requests_of(8, max_tokens=20), gamma=gamma, pipeline=pipeline, draft=draft)
-    # Of few releases, made together, none may be left to arrive twice: that depends on when sequences end.
-    assert not [fault for fault in Fault if not network.counts[fault] and fault is not Fault.RELEASE_TWICE]
+    # Of eight requests' releases all may be lost or late, and none left to arrive twice.
+    chunks = await run(network, requests_of(16, max_tokens=20), gamma=gamma, pipeline=pipeline, draft=draft)
+    assert not [fault for fault in Fault if not network.counts[fault]]
     assert num_drafted(chunks) > 0
     if draft != "random":
         assert num_accepted(chunks) > 0

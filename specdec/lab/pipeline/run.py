@@ -148,9 +148,10 @@ async def _measure_all(
     backend.start()
     try:
         await until_ready(backend, scenario)
-        for choice in (choice for choice in choices if choice.gamma is None):
-            async with generating(backend, choice, scenario.simulation, scenario.num_sequences):
-                await asyncio.sleep(ADAPTING_S)
+        for choice in choices:
+            if choice.gamma is None:
+                async with generating(backend, choice, scenario.simulation, scenario.num_sequences):
+                    await asyncio.sleep(ADAPTING_S)
         for number in range(rounds):
             for choice, measured in samples.items():
                 measured.append(
