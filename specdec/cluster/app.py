@@ -22,7 +22,9 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     # A deployment file may override each of these per deployment.
     # Serve's default of 5 concurrent calls would starve streams and heartbeats; our own limits apply instead.
     "max_ongoing_requests": 1000,
+    # One that hangs is replaced behind three checks in a row that were not answered in time.
     "health_check_period_s": 5.0,
+    "health_check_timeout_s": 10.0,
     # Long-lived streams never end by themselves; deployment files of real clusters give them more time.
     "graceful_shutdown_wait_loop_s": 0.5,
     "graceful_shutdown_timeout_s": 5.0,

@@ -34,6 +34,8 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # The HTTP proxy reads gateways' answers over gRPC, not one Ray object per frame.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    # A replica that hangs is killed, not asked to finish: its device is wanted by its replacement.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # By default Ray starts its workers at nice 15: whatever else runs would come before the models.
     "RAY_worker_niceness": "0",
 }

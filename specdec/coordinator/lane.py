@@ -240,7 +240,7 @@ class Lane:
             surplus = (len(mine) - len(self._members(other)) + (group == 0)) // 2
             surplus = min(surplus, len(mine) - 1) if group == 0 else surplus
         if surplus > 0:
-            for state in [state for state in mine if _is_flexible(state)][-surplus:]:
+            for state in [state for state in mine if state.is_flexible][-surplus:]:
                 state.group = other
             self._wakes[other].set()
 
@@ -265,7 +265,7 @@ class Lane:
         smoothing = ROUND_SMOOTHING if self.round_s else 1.0
         self.round_s += (ended_s - started_s - self.round_s) * smoothing
         self.propose_s += (proposed_s - started_s - self.propose_s) * smoothing
-        if any(map(_is_flexible, states)):
+        if any(state.is_flexible for state in states):
             self._policy.on_round(len(self._running), _num_expected(states, items), ended_s)
 
     async def _verify(self, items: list[VerifyItem]) -> VerifyReply:
@@ -336,10 +336,11 @@ class Lane:
         # The prompt goes to the target first: the draft catches up once there is something to draft for.
         states = [state for state in states if state.num_prefill_tokens == 0] if self._drafts else []
         gammas = self._policy.choose(states)
+        statuses = {draft_id: draft.status for draft_id, draft in self._drafts.items()}
         wanted: dict[WorkerId, list[tuple[SequenceState, int]]] = {}
         for state, policy_gamma in zip(states, gammas, strict=True):
             draft_id = state.draft_id or self._assign_draft(state)
-            status = self._drafts[draft_id].status
+            status = statuses[draft_id]
             if not state.draft.is_usable:
                 free = status.kv_capacity_tokens - status.kv_tokens_in_use
                 state.draft.is_usable = free >= len(state.log) + RESUME_ROOM_TOKENS
@@ -357,7 +358,7 @@ class Lane:
         items: dict[SequenceId, ProposeItem] = {}
         for state, gamma in wanted:
             if budget > 0:
-                is_ahead = (overlap if _is_flexible(state) else state.request.pipeline) == "lookahead"
+                is_ahead = (overlap if state.is_flexible else state.request.pipeline) == "lookahead"
                 item = state.propose_item(gamma, budget, num_branches if is_ahead else 0)
                 items[state.sequence_id] = item
                 budget -= len(item.feed.token_ids)
@@ -533,12 +534,6 @@ def _num_expected(states: Sequence[SequenceState], items: dict[SequenceId, Verif
         for state, item in verified
         if item.num_rows and not item.scored_ids
     )
-
-
-def _is_flexible(state: SequenceState) -> bool:
-    """Whether the policy chooses how its rounds overlap; a request may say so itself, or want no drafts."""
-    request = state.request
-    return request.pipeline in (None, "auto") and request.max_draft_tokens != 0
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:

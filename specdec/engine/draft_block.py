@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -57,22 +58,17 @@ class Block:
     def noise_key(self) -> tuple[int, int]:
         return self.session.opening.sampling.seed, self.position
 
-    def see(
-        self, token: int, law: tuple[Int32Array, Float32Array] | None, guesses: Sequence[int] = ()
-    ) -> None:
-        """Take in the next drawn token, the law it came from in rejection mode, and what else it might have
-        been.
-
-        Nothing behind a stop.
-        """
-        if self._has_stopped:
-            return
+    def see(self, token: int, guesses: Sequence[int]) -> None:
+        """Take in the next drawn token, and what else it might have been."""
         if self.num_guesses:
             self.guesses.append(list(guesses[: self.num_guesses[len(self.token_ids)]]))
         self.token_ids.append(token)
-        if law is not None:
-            self.support_ids.append(law[0])
-            self.support_probs.append(law[1])
+
+    def end_at_stop(self) -> None:
+        """Drop what was drawn behind a stop."""
+        stop_token_ids = self.session.opening.stop_token_ids
+        if not stop_token_ids.isdisjoint(self.token_ids):
+            self.cut(1 + next(i for i, token in enumerate(self.token_ids) if token in stop_token_ids))
 
     @property
     def num_guesses_now(self) -> int:
@@ -205,17 +201,30 @@ def _first_of_races(weights: torch.Tensor, keys: Sequence[Key], count: int) -> t
     return torch.stack(winners, dim=1)
 
 
-def look_at(steps: list[Step]) -> None:
-    """Tell the blocks what was drawn: the one place where the host waits for the device."""
-    token_ids = iter(torch.cat([step.token_ids for step in steps]).tolist())
-    laws = [(step.support_ids, step.support_probs) for step in steps if step.drafted_by_law]
-    if laws:
-        support_ids = iter(torch.cat([ids for ids, _ in laws]).to(torch.int32).cpu().numpy())
-        support_probs = iter(torch.cat([probs for _, probs in laws]).cpu().numpy())
-    # Without guesses there is nothing to wait for.
-    guesses = [step.guesses.tolist() if step.guesses.shape[1] else [()] * len(step.blocks) for step in steps]
-    for step, guessed in zip(steps, guesses, strict=True):
-        by_law = set(map(id, step.drafted_by_law))
-        for block, others in zip(step.blocks, guessed, strict=True):
-            law = (next(support_ids), next(support_probs)) if id(block) in by_law else None
-            block.see(next(token_ids), law, others)
+def look_at(steps: Sequence[Step]) -> None:
+    """Tell the blocks what was drawn: the one place where the host waits for the device.
+
+    Args:
+        steps: at least one; each of some of the blocks of the one before.
+    """
+    drawn = iter(torch.cat([step.token_ids for step in steps]).tolist())
+    for step in steps:
+        token_ids = islice(drawn, len(step.blocks))
+        # Without guesses there is nothing to wait for.
+        guesses = step.guesses.tolist() if step.guesses.shape[1] else [()] * len(step.blocks)
+        for block, token, others in zip(step.blocks, token_ids, guesses, strict=True):
+            block.see(token, others)
+    _look_at_laws([step for step in steps if step.drafted_by_law])
+    for block in steps[0].blocks:
+        block.end_at_stop()
+
+
+def _look_at_laws(steps: Sequence[Step]) -> None:
+    if not steps:
+        return
+    blocks = [block for step in steps for block in step.drafted_by_law]
+    support_ids = torch.cat([step.support_ids for step in steps]).to(torch.int32).cpu().numpy()
+    support_probs = torch.cat([step.support_probs for step in steps]).cpu().numpy()
+    for block, ids, probs in zip(blocks, support_ids, support_probs, strict=True):
+        block.support_ids.append(ids)
+        block.support_probs.append(probs)

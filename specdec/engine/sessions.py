@@ -124,8 +124,8 @@ class SessionTable:
         Returns:
             For each wish the session, ready for `Session.forward_item` of its feed, or why there is none.
         """
-        self._heard_at_s[owner] = self._clock()
-        prepared = [self._prepare(owner, wish) for wish in wishes]
+        now_s = self._heard_at_s[owner] = self._clock()
+        prepared = [self._prepare(owner, wish, now_s) for wish in wishes]
         # One that was ready may have had to give way to a later wish.
         return [
             self._preempted_loss(wish.feed)
@@ -161,7 +161,7 @@ class SessionTable:
             return is_unlisted and now_s - session.touched_at_s > LIVE_GRACE_S
         return now_s - self._heard_at_s.get(session.owner, session.touched_at_s) > UNHEARD_OWNER_S
 
-    def _prepare(self, owner: str, wish: Wish) -> Session | Lost:
+    def _prepare(self, owner: str, wish: Wish, now_s: float) -> Session | Lost:
         feed = wish.feed
         try:
             if not feed.token_ids:
@@ -175,7 +175,7 @@ class SessionTable:
             if feed.sequence_id in self._preempted:
                 return self._preempted_loss(feed)
             return _lost(feed, error)
-        session.touched_at_s = self._clock()
+        session.touched_at_s = now_s
         session.feed_serial = feed.serial
         return session
 

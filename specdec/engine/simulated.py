@@ -169,7 +169,8 @@ class SimulatedRunner:
         return len(self._tokens[sequence_id])
 
     def truncate(self, sequence_id: SequenceId, length: int) -> None:
-        self.settle(sequence_id, ())
+        if sequence_id in self._num_unseen:
+            self.settle(sequence_id, ())
         tokens = self._tokens[sequence_id]
         if length > len(tokens):
             raise StaleCache(f"sequence {sequence_id}: keep {length}, but {len(tokens)} positions are cached")

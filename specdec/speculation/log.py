@@ -54,7 +54,8 @@ def cut_block(
         at the very cap counts as ``stop``.
     """
     room = stop.max_tokens - num_output_tokens
-    for count, token in enumerate(token_ids[:room], start=1):
-        if token in stop.stop_token_ids:
-            return tuple(token_ids[:count]), "stop"
-    return tuple(token_ids[:room]), "length" if len(token_ids) >= room else None
+    block = tuple(token_ids[:room])
+    if not stop.stop_token_ids.isdisjoint(block):
+        first = next(i for i, token in enumerate(block) if token in stop.stop_token_ids)
+        return block[: first + 1], "stop"
+    return block, "length" if len(token_ids) >= room else None

@@ -56,6 +56,7 @@ class SequenceState:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
+        self.sequence_id: SequenceId = request.sequence_id
         self.log = CommittedLog(request.prompt_ids, request.output_ids)
         self.target = CacheView()
         self.draft = CacheView()
@@ -67,6 +68,11 @@ class SequenceState:
         """Replaced by the lane's, which shares what is known of its other sequences."""
         self.finish_reason: FinishReason | None = None
         self._stop = request.stop
+        self.max_total_tokens = self.log.prompt_len + self._stop.max_tokens
+        """Log length at which the sequence ends at the latest."""
+        self.is_flexible = request.pipeline in (None, "auto") and request.max_draft_tokens != 0
+        """Whether the lane's policy chooses how its rounds overlap; a request may say so itself, or want no
+        drafts."""
         self._opening = Opening(
             prompt_len=len(request.prompt_ids),
             sampling=request.sampling,
@@ -78,19 +84,11 @@ class SequenceState:
         self._prompt_logprobs: list[TokenLogprob] = []
         """Of prompt tokens 1, 2, ...; told with the first tokens."""
 
-    @property
-    def sequence_id(self) -> SequenceId:
-        return self.request.sequence_id
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Log length at which the sequence ends at the latest."""
-        return self.log.prompt_len + self._stop.max_tokens
-
     def limit_to_context(self, max_context: int) -> None:
         """End at the target's context window at the latest; the prompt is shorter than it."""
         room = max_context - self.log.prompt_len
         self._stop = replace(self._stop, max_tokens=min(self._stop.max_tokens, room))
+        self.max_total_tokens = self.log.prompt_len + self._stop.max_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -215,7 +213,8 @@ class SequenceState:
         self.target.length = num_tokens + num_accepted
         if draft is not None and draft_ids and draft.epoch == self.draft.epoch:
             self.draft.length = num_tokens + min(num_accepted, len(draft_ids) - 1)
-        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        prompt_logprobs = tuple(self._prompt_logprobs)
+        self._prompt_logprobs.clear()
         self._scores_prompt = False
         logprobs = verdict.logprobs
         return TokenChunk(

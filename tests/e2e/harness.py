@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import httpx
@@ -19,6 +19,8 @@ import yaml
 
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.gateway.proto import generation_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
 
 KV_CAPACITY_TOKENS = 16_384
 """Of a model whose test asks for no other. It is claimed at start, and gigabytes of memory take seconds."""
@@ -168,6 +170,19 @@ def wait_for(condition: Any, timeout_s: float, what: str = "") -> float:
         assert time.monotonic() - started_s < timeout_s, f"not within {timeout_s} s: {what}"
         time.sleep(0.05)
     return time.monotonic() - started_s
+
+
+def wait_for_value(read: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """The first reading there was: what is there in one may be gone in the next."""
+    found: list[T] = []
+
+    def is_there() -> bool:
+        value = read()
+        found.extend([] if value is None else [value])
+        return bool(found)
+
+    wait_for(is_there, timeout_s, what)
+    return found[0]
 
 
 def descendants(pid: int) -> list[int]:

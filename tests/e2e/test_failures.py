@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import run_server
-from tests.e2e.harness import Server, chat, descendants, ids_of, wait_for
+from tests.e2e.harness import Server, chat, descendants, ids_of, wait_for, wait_for_value
 from tests.e2e.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,8 +45,11 @@ def undisturbed(server: Server) -> list[int]:
 
 
 def one_pid(server: Server, role: str) -> int:
-    wait_for(lambda: len(server.workers(role)) == 1, 60, f"one {role} worker")
-    return int(server.workers(role)[0]["pid"])
+    def the_one() -> int | None:
+        pids = [int(worker["pid"]) for worker in server.workers(role)]
+        return pids[0] if len(pids) == 1 else None
+
+    return wait_for_value(the_one, 60, f"one {role} worker")
 
 
 def wait_for_drafts(server: Server) -> float:

@@ -20,7 +20,15 @@ import pytest
 from specdec.client import Client
 from specdec.gateway.proto import generation_pb2 as pb
 from specdec.lab.chaos.server import ray_address
-from tests.e2e.harness import Server, chat, ids_of, private_env, specdec_command, wait_for
+from tests.e2e.harness import (
+    Server,
+    chat,
+    ids_of,
+    private_env,
+    specdec_command,
+    wait_for,
+    wait_for_value,
+)
 from tests.e2e.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -72,17 +80,23 @@ class TwoPairs(Server):
     def pids(self, model: str) -> dict[str, int]:
         """Process ids of a pair, once it is whole."""
 
-        def is_whole() -> bool:
+        def of_whole_pair() -> dict[str, int] | None:
             status = self.coordinators().get(model)
-            return bool(status and len(status["targets"]) == 1 and len(status["drafts"]) == 1)
+            if not status or len(status["targets"]) != 1 or len(status["drafts"]) != 1:
+                return None
+            (target,), (draft,) = status["targets"], status["drafts"]
+            return {"coordinator": status["pid"], "target": target["pid"], "draft": draft["pid"]}
 
-        wait_for(is_whole, 90, f"{model} is whole")
-        status = self.coordinators()[model]
-        return {
-            "coordinator": status["pid"],
-            "target": status["targets"][0]["pid"],
-            "draft": status["drafts"][0]["pid"],
-        }
+        return wait_for_value(of_whole_pair, 90, f"{model} is whole")
+
+    def pids_without(self, model: str, role: str, gone: int) -> dict[str, int]:
+        """Process ids of a pair, once another process has taken the place of ``gone``."""
+
+        def of_replaced_pair() -> dict[str, int] | None:
+            pids = self.pids(model)
+            return pids if pids[role] != gone else None
+
+        return wait_for_value(of_replaced_pair, 90, f"another {role} of {model}")
 
     def run(self, *command: str, stdin: str = "") -> str:
         """Run a command beside the server; gives its output."""
@@ -196,8 +210,7 @@ def test_the_loss_of_one_pairs_processes_is_not_the_others(
         assert streams[0].finish() == alone[FIRST]
         assert max(streams[0].pauses_s[1:]) < 5.0
         assert streams[1].finish() == alone[OTHER]
-        wait_for(lambda role=role, pid=other[role]: server.pids(OTHER)[role] != pid, 90, f"another {role}")
-        other = server.pids(OTHER)
+        other = server.pids_without(OTHER, role, other[role])
     assert server.pids(FIRST) == first
 
     stream = Stream(server, named(OTHER, max_tokens=len(alone[OTHER])))
@@ -205,8 +218,8 @@ def test_the_loss_of_one_pairs_processes_is_not_the_others(
     os.kill(first["target"], signal.SIGKILL)
     assert stream.finish() == alone[OTHER]
     assert server.pids(OTHER) == other
-    wait_for(lambda: server.pids(FIRST)["target"] != first["target"], 90, "another target")
-    assert server.pids(FIRST) == {**first, "target": server.pids(FIRST)["target"]}
+    replaced = server.pids_without(FIRST, "target", first["target"])
+    assert replaced == {**first, "target": replaced["target"]}
 
 
 def test_one_pair_is_scaled_by_its_applications_name(server: TwoPairs) -> None:

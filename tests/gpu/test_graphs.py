@@ -101,13 +101,13 @@ def test_drafting_unseen_waits_at_its_end_only(decoder, sampling, monkeypatch):
     engine = DraftEngine(runner_of(decoder, graphed=True), 16)
     request = propose((feed("a", tokens(20), sampling=_warmer(sampling)), 6))
     engine.propose(request)  # captures, which waits
-    look_at = drafting._look_at
+    look_at = drafting.look_at
 
     def looking_is_allowed(steps):
         torch.cuda.set_sync_debug_mode("default")
         look_at(steps)
 
-    monkeypatch.setattr(drafting, "_look_at", looking_is_allowed)
+    monkeypatch.setattr(drafting, "look_at", looking_is_allowed)
     torch.cuda.set_sync_debug_mode("error")
     try:
         [draft] = engine.propose(request).drafts
