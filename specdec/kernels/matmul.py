@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from torch.nn import functional
 
 from specdec.kernels.scalars import OPTIONS, load
+from specdec.kernels.simd import prefetch
 
 PANEL = 16
 """Outputs of a panel."""
@@ -87,16 +88,6 @@ def _narrowed(builder: Any, vector: Any) -> Any:
     return builder.trunc(builder.lshr(chosen, _bits(16)), ir.VectorType(ir.IntType(16), _LANES))
 
 
-def _prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for a cache line that will be read soon."""
-    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    prefetch = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0"
-    )
-    is_write, locality, is_data = number(0), number(3), number(1)
-    builder.call(prefetch, [builder.bitcast(pointer, byte), is_write, locality, is_data])
-
-
 def _piece(num_rows: int, num_panels: int) -> Any:
     """A piece of the product whose sums stay in registers: ``num_rows`` rows times ``num_panels`` panels.
 
@@ -159,7 +150,7 @@ def _piece(num_rows: int, num_panels: int) -> Any:
             with cgutils.for_range(builder, depth) as loop:
                 vectors: list[Any] = []
                 for pointer in weights:
-                    _prefetch(builder, builder.gep(pointer, [builder.add(loop.index, _INTP(_AHEAD))]))
+                    prefetch(builder, builder.gep(pointer, [builder.add(loop.index, _INTP(_AHEAD))]))
                     vectors += _widened(builder, builder.load(builder.gep(pointer, [loop.index]), align=4))
                 for pointer, of_row in zip(rows, slots, strict=True):
                     factor = _splat(builder, builder.load(builder.gep(pointer, [loop.index])))

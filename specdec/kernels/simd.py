@@ -106,6 +106,16 @@ def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
+def prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for a cache line that will be read soon."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    prefetch = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0"
+    )
+    is_write, locality, is_data = number(0), number(3), number(1)
+    builder.call(prefetch, [builder.bitcast(pointer, byte), is_write, locality, is_data])
+
+
 # Operations ------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +296,13 @@ _PAIRS16 = ir.VectorType(ir.IntType(16), 2 * LANES)
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
+def _do(builder: Any, name: str, result: Any, *operands: Any) -> Any:
+    """An instruction of AVX512-BF16."""
+    function_type = ir.FunctionType(result, [operand.type for operand in operands])
+    name = f"llvm.x86.avx512bf16.{name}.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def store_rounded(
     typing_context: Any, array: Any, row: Any, column: Any, low: Any, high: Any, total: Any
@@ -298,18 +315,12 @@ def store_rounded(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *place, low, high, total = args
-
-        def call(name: str, result: Any, *operands: Any) -> Any:
-            function_type = ir.FunctionType(result, [operand.type for operand in operands])
-            name = f"llvm.x86.avx512bf16.{name}.512"
-            return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
-
-        rounded = call("cvtne2ps2bf16", _PAIRS, high, low)
+        rounded = _do(builder, "cvtne2ps2bf16", _PAIRS, high, low)
         pointer = _pointer(context, builder, array, *place)
         bits = builder.bitcast(rounded, _PAIRS16)
         builder.store(bits, builder.bitcast(pointer, _PAIRS16.as_pointer()), align=2)
         ones = builder.bitcast(ir.Constant(_PAIRS16, [0x3F80] * (2 * LANES)), _PAIRS)
-        return call("dpbf16ps", _VECTOR, total, rounded, ones)
+        return _do(builder, "dpbf16ps", _VECTOR, total, rounded, ones)
 
     signature = float32x16(array, types.intp, types.intp, float32x16, float32x16, float32x16)
     return signature, codegen
@@ -374,5 +385,77 @@ def product(num_rows: int) -> Any:
             return context.get_dummy_value()
 
         return signature, codegen
+
+    return multiply_piece
+
+
+_PAIRS_AHEAD = 64
+"""How far ahead in a panel its weights are asked for."""
+
+
+def dot_product(num_rows: int) -> Any:
+    """A piece of a product whose sums stay in registers, ``num_rows`` rows times two panels of 16 outputs.
+
+    The function made sets sums[i, 16 * p + j] to x[row + i], contiguous bfloat16 bits, times output j of
+    panels[panel + p], [panels, in / 2, 16] pairs of bfloat16. Of ``count`` rows fewer than ``num_rows`` the
+    last one is repeated. For CPUs with AVX512-BF16 only.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def multiply_piece(
+        typing_context: Any, x: Any, row: Any, count: Any, panels: Any, panel: Any, sums: Any
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            left, row, count, right, panel, out = args
+            zero, number = _INTP(0), ir.IntType(32).as_pointer()
+            last = builder.sub(count, _INTP(1))
+            offsets = [
+                builder.select(builder.icmp_signed("<", _INTP(i), last), _INTP(i), last)
+                for i in range(num_rows)
+            ]
+            rows = [
+                builder.bitcast(_pointer(context, builder, x, left, builder.add(row, offset), zero), number)
+                for offset in offsets
+            ]
+            view = context.make_array(panels)(context, builder, right)
+            weights = [
+                builder.bitcast(
+                    cgutils.get_item_pointer(
+                        context,
+                        builder,
+                        panels,
+                        view,
+                        [builder.add(panel, _INTP(p)), zero, zero],
+                        wraparound=False,
+                    ),
+                    _PAIRS.as_pointer(),
+                )
+                for p in range(2)
+            ]
+            # Stack slots to the IR; LLVM makes registers of them.
+            totals = [[cgutils.alloca_once(builder, _VECTOR) for _ in weights] for _ in rows]
+            for total in (total for of_row in totals for total in of_row):
+                builder.store(_constant(0.0), total)
+            with cgutils.for_range(builder, builder.extract_value(view.shape, 1)) as loop:
+                ahead = builder.add(loop.index, _INTP(_PAIRS_AHEAD))
+                for pointer in weights:
+                    prefetch(builder, builder.gep(pointer, [ahead]))
+                vectors = [builder.load(builder.gep(pointer, [loop.index]), align=4) for pointer in weights]
+                for pointer, of_row in zip(rows, totals, strict=True):
+                    pair = builder.load(builder.gep(pointer, [loop.index]), align=2)
+                    lane = builder.insert_element(ir.Constant(_BITS32, ir.Undefined), pair, ir.IntType(32)(0))
+                    spread = builder.bitcast(
+                        builder.shuffle_vector(lane, lane, ir.Constant(_BITS32, [0] * LANES)), _PAIRS
+                    )
+                    for total, vector in zip(of_row, vectors, strict=True):
+                        dots = _do(builder, "dpbf16ps", _VECTOR, builder.load(total), spread, vector)
+                        builder.store(dots, total)
+            for i, of_row in enumerate(totals):
+                for p, total in enumerate(of_row):
+                    target = _pointer(context, builder, sums, out, _INTP(i), _INTP(LANES * p))
+                    builder.store(builder.load(total), builder.bitcast(target, _VECTOR.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.none(x, types.intp, types.intp, panels, types.intp, sums), codegen
 
     return multiply_piece

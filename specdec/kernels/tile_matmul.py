@@ -1,7 +1,6 @@
 """Products with bfloat16 weights on CPUs with AMX, tile by tile.
 
-Weights lie in panels of 16 outputs, in the order in which tiles take them, one panel behind the other: a step
-of few tokens reads all of them once, as two streams.
+Weights lie as `specdec.kernels.panels` has them.
 
 Every output is a sum over the inputs in the same order, whichever rows are multiplied beside it: a row's
 results are the same bits in any company.
@@ -12,16 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from numba import njit, prange
-from torch.nn import functional
 
-from specdec.kernels import memory, simd, tiles
-from specdec.kernels.scalars import INNER, OPTIONS, store
+from specdec.kernels import memory, tiles
+from specdec.kernels.panels import PANEL, put
+from specdec.kernels.scalars import INNER, OPTIONS
 
-PANEL = tiles.LANES
-"""Outputs of a panel."""
 DEPTH = 2 * tiles.PAIRS
 """Inputs that one instruction takes; those of a matrix must be a multiple."""
 
@@ -37,45 +32,6 @@ _few_rows = tiles.multiply(1, reads_weights_once=True)
 _one_by_two = tiles.multiply(1, reads_weights_once=False)
 _two_by_two = tiles.multiply(2, reads_weights_once=False)
 CONFIGURATIONS = tiles.PRODUCT_CONFIGURATIONS
-
-
-def pack(weight: torch.Tensor) -> npt.NDArray[np.int32]:
-    """A bfloat16 matrix [out, in] in panels, [n, in / 2, 16] of pairs of inputs; n is even.
-
-    Raises:
-        ValueError: ``in`` is no multiple of 32.
-    """
-    if weight.shape[1] % DEPTH:
-        raise ValueError(f"{weight.shape[1]} inputs are no multiple of {DEPTH}")
-    bits = weight.detach().view(torch.int16)
-    num_panels = -(-len(bits) // (2 * PANEL)) * 2
-    bits = functional.pad(bits, (0, 0, 0, num_panels * PANEL - len(bits)))
-    pairs = bits.view(num_panels, PANEL, -1, 2).permute(0, 2, 1, 3).contiguous()
-    array: npt.NDArray[np.int32] = pairs.view(torch.int32).squeeze(-1).numpy()
-    return array
-
-
-def pack_bias(bias: torch.Tensor | None, panels: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    """A bias [out] as [1, outputs of all panels] float32, filled with zeros; None is all zeros."""
-    packed = np.zeros((1, len(panels) * PANEL), np.float32)
-    if bias is not None:
-        packed[0, : len(bias)] = bias.detach().float().numpy()
-    return packed
-
-
-@njit(**INNER)  # type: ignore[untyped-decorator]
-def _put(sums: Any, num_rows: int, bias: Any, out: Any, row: int, column: int) -> None:
-    """Write a piece's sums, plus the bias, to their place."""
-    if column + 2 * PANEL <= out.shape[1]:
-        low_bias, high_bias = simd.load(bias, 0, column), simd.load(bias, 0, column + PANEL)
-        for i in range(num_rows):
-            low = simd.add(simd.load(sums, i, 0), low_bias)
-            high = simd.add(simd.load(sums, i, PANEL), high_bias)
-            simd.store_rounded(out, row + i, column, low, high, low)
-    else:
-        for i in range(num_rows):
-            for j in range(out.shape[1] - column):
-                out[row + i, column + j] = store(out, sums[i, j] + bias[0, column + j])
 
 
 @njit(**INNER)  # type: ignore[untyped-decorator]
@@ -99,15 +55,15 @@ def _multiply_block(
         column, row = panel * PANEL, start
         while row + _PIECE <= full:
             _two_by_two(x, row, panels, panel, sums)
-            _put(sums, _PIECE, bias, out, row, column)
+            put(sums, _PIECE, bias, out, row, column)
             row += _PIECE
         if row < full:
             _one_by_two(x, row, panels, panel, sums)
-            _put(sums, tiles.ROWS, bias, out, row, column)
+            put(sums, tiles.ROWS, bias, out, row, column)
         if rest:
             tiles.configure(configurations, rest)
             _one_by_two(x, full, panels, panel, sums)
-            _put(sums, rest, bias, out, full, column)
+            put(sums, rest, bias, out, full, column)
             tiles.configure(configurations, tiles.ROWS)
 
 
@@ -119,7 +75,7 @@ def _multiply_few(
     tiles.configure(configurations, x.shape[0])
     for panel in range(first, last, 2):
         _few_rows(x, 0, panels, panel, sums)
-        _put(sums, x.shape[0], bias, out, 0, panel * PANEL)
+        put(sums, x.shape[0], bias, out, 0, panel * PANEL)
 
 
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]

@@ -6,9 +6,16 @@ import torch
 from torch.nn import functional
 
 from specdec.engine.decoder import weights
-from specdec.engine.decoder.weights import OneDnnLinear, PanelLinear, TileLinear, TorchLinear, make_linear
+from specdec.engine.decoder.weights import (
+    DotLinear,
+    OneDnnLinear,
+    PanelLinear,
+    TileLinear,
+    TorchLinear,
+    make_linear,
+)
 from specdec.engine.threads import set_num_threads
-from specdec.kernels import as_array, matmul, tile_matmul, tiles
+from specdec.kernels import as_array, dot_matmul, matmul, panels, tile_matmul, tiles
 from tests.kernel_threads import kernel_threads
 
 set_num_threads(1)
@@ -38,8 +45,19 @@ def tiled(weight, bias):
     """The kernel for tiles, with inputs that weigh nothing up to whole ones."""
     if not tiles.IS_AVAILABLE:
         pytest.skip("this CPU has no tiles")
-    missing = -weight.shape[1] % tile_matmul.DEPTH
-    linear = TileLinear(functional.pad(weight, (0, missing)), bias)
+    return padded(TileLinear, tile_matmul.DEPTH, weight, bias)
+
+
+def dotted(weight, bias):
+    """The kernel for pairs, likewise."""
+    if not dot_matmul.IS_AVAILABLE:
+        pytest.skip("this CPU has no AVX512-BF16")
+    return padded(DotLinear, dot_matmul.DEPTH, weight, bias)
+
+
+def padded(kind, depth, weight, bias):
+    missing = -weight.shape[1] % depth
+    linear = kind(functional.pad(weight, (0, missing)), bias)
     return lambda x: linear(functional.pad(x, (0, missing)))
 
 
@@ -48,7 +66,7 @@ def exact(x, weight, bias):
     return product if bias is None else product + bias.double()
 
 
-@pytest.mark.parametrize("make", [onednn, tiled, PanelLinear, TorchLinear])
+@pytest.mark.parametrize("make", [onednn, tiled, dotted, PanelLinear, TorchLinear])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 def test_product_is_rounded_once(make, num_outputs, num_inputs, has_bias, num_threads):
@@ -64,7 +82,7 @@ def test_product_is_rounded_once(make, num_outputs, num_inputs, has_bias, num_th
         )
 
 
-@pytest.mark.parametrize("make", [tiled, PanelLinear])
+@pytest.mark.parametrize("make", [tiled, dotted, PanelLinear])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 def test_row_has_the_same_bits_in_any_company(make, num_outputs, num_inputs, num_threads):
     linear = make(normal(num_outputs, num_inputs), normal(num_outputs, seed=1))
@@ -74,7 +92,7 @@ def test_row_has_the_same_bits_in_any_company(make, num_outputs, num_inputs, num
         assert torch.equal(linear(x[7 : 7 + num_rows]), together[7 : 7 + num_rows])
 
 
-@pytest.mark.parametrize("make", [tiled, PanelLinear])
+@pytest.mark.parametrize("make", [tiled, dotted, PanelLinear])
 def test_result_is_the_same_with_any_number_of_threads(make):
     linear, x = make(normal(100, 64), None), normal(300, 64, seed=2)
     set_num_threads(1)
@@ -98,7 +116,7 @@ def test_panels_take_float32_rows_too():
     torch.testing.assert_close(out.double(), exact(x, weight, None), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [tiled, PanelLinear])
+@pytest.mark.parametrize("make", [tiled, dotted, PanelLinear])
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_a_number_stays_in_its_row_and_its_output(make, special):
     weight, x = normal(40, 8), normal(7, 8, seed=2)
@@ -120,18 +138,43 @@ def test_every_weight_is_widened_to_itself():
         assert torch.equal(PanelLinear(rolled, None)(one)[0], rolled[:, 0])
 
 
-def test_bfloat16_goes_to_tiles_where_there_are_some():
-    kind = TileLinear if tiles.IS_AVAILABLE else type(make_linear(normal(4, 4), None))
-    assert isinstance(make_linear(normal(4, 64), None), kind)
-    assert not isinstance(make_linear(normal(4, 48), None), TileLinear)
-    with pytest.raises(ValueError, match="no multiple of 32"):
-        tile_matmul.pack(normal(4, 48))
+@pytest.mark.parametrize(
+    ("has_tiles", "has_dots", "num_inputs", "kind"),
+    [
+        (True, True, 64, TileLinear),
+        (True, True, 48, DotLinear),
+        (False, True, 64, DotLinear),
+        (False, True, 3, OneDnnLinear),
+        (False, False, 64, OneDnnLinear),
+    ],
+)
+def test_bfloat16_goes_to_the_widest_instruction_that_takes_its_inputs(
+    has_tiles, has_dots, num_inputs, kind, monkeypatch
+):
+    if kind is OneDnnLinear and not weights.has_onednn_bfloat16():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
+    monkeypatch.setattr(tiles, "IS_AVAILABLE", has_tiles)
+    monkeypatch.setattr(dot_matmul, "IS_AVAILABLE", has_dots)
+    assert isinstance(make_linear(normal(4, num_inputs), None), kind)
+
+
+@pytest.mark.parametrize("depth", [tile_matmul.DEPTH, dot_matmul.DEPTH])
+def test_pairs_of_inputs_are_packed_whole(depth):
+    weight = normal(40, 2 * depth)
+    packed = panels.pack(weight, depth)
+    assert packed.shape == (4, depth, panels.PANEL)
+    assert (packed[0, 1] == weight[:16, 2:4].contiguous().view(torch.int32).flatten().numpy()).all()
+    assert not packed[3].any()
+    with pytest.raises(ValueError, match=f"no multiple of {depth}"):
+        panels.pack(normal(4, depth + 1), depth)
 
 
 @pytest.mark.parametrize(("is_supported", "kind"), [(False, PanelLinear), (True, OneDnnLinear)])
 def test_bfloat16_goes_to_onednn_where_it_can_and_to_panels_elsewhere(is_supported, kind, monkeypatch):
     if is_supported and not weights.has_onednn_bfloat16():
         pytest.skip("oneDNN has no bfloat16 on this CPU")
+    monkeypatch.setattr(tiles, "IS_AVAILABLE", False)
+    monkeypatch.setattr(dot_matmul, "IS_AVAILABLE", False)
     monkeypatch.setattr(weights, "has_onednn_bfloat16", lambda: is_supported)
     assert isinstance(make_linear(normal(4, 4), None), kind)
     assert isinstance(make_linear(normal(4, 4, dtype=torch.float32), None), TorchLinear)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from specdec.engine.attention import AttentionTraits
-from specdec.kernels import as_array, matmul, tile_matmul, tiles
+from specdec.kernels import as_array, dot_matmul, matmul, panels, tile_matmul, tiles
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -115,6 +115,8 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
     if tiles.IS_AVAILABLE and weight.shape[1] % tile_matmul.DEPTH == 0:
         return TileLinear(weight, bias)
+    if dot_matmul.IS_AVAILABLE and weight.shape[1] % dot_matmul.DEPTH == 0:
+        return DotLinear(weight, bias)
     return OneDnnLinear(weight, bias) if has_onednn_bfloat16() else PanelLinear(weight, bias)
 
 
@@ -157,8 +159,8 @@ class TileLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs = len(weight)
-        self._panels = tile_matmul.pack(weight)
-        self._bias = tile_matmul.pack_bias(bias, self._panels)
+        self._panels = panels.pack(weight, tile_matmul.DEPTH)
+        self._bias = panels.pack_bias(bias, self._panels)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), self._num_outputs)
@@ -166,6 +168,23 @@ class TileLinear:
         tile_matmul.multiply(
             as_array(x), self._panels, self._bias, num_threads, configurations, as_array(out)
         )
+        return out
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows
+
+
+class DotLinear:
+    """bfloat16 on CPUs with AVX512-BF16. A row's result is the same with any others beside it, and alone."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._num_outputs = len(weight)
+        self._panels = panels.pack(weight, dot_matmul.DEPTH)
+        self._bias = panels.pack_bias(bias, self._panels)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), self._num_outputs)
+        dot_matmul.multiply(as_array(x), self._panels, self._bias, numba.get_num_threads(), as_array(out))
         return out
 
     def padded_rows(self, num_rows: int) -> int:
