@@ -19,6 +19,9 @@ OUTLIER = 4.0
 size,"""
 MAX_OUTLIERS, USUAL_AGAIN = 2, 50
 """unless it happens more often than this without so many usual calls in between."""
+MOST_AT_ONCE = 1.5
+"""A slow call that is no outlier counts as no slower than this many times what its size takes: if calls have
+become slower, the next ones say so, too."""
 HOPE_AFTER, CHEAPEST_HOPE = 8000, 0.6
 """Drafts of other lengths are hoped to become cheaper, as if to cost nothing after so many propose calls, but
 no less than this share of what they did."""
@@ -40,16 +43,26 @@ class _Point:
 class TimeCurve:
     """Seconds of a call over its size, an integer >= 1, of which four significant bits count.
 
+    A larger call takes no less than a smaller one. Where it was measured otherwise the size that was seen
+    last is right: one that is not in use is no dearer than the larger ones that are, and no cheaper than the
+    smaller ones, whatever bad or good luck it had.
+
     Args:
         smoothing: weight of a new measurement; of the first ones all count the same.
+        is_steady: whether calls of a size take about the same, so that a slow one says little.
     """
 
-    def __init__(self, smoothing: float = SMOOTHING, max_outliers: int = MAX_OUTLIERS) -> None:
+    def __init__(self, smoothing: float = SMOOTHING, *, is_steady: bool = True) -> None:
         self._smoothing = smoothing
-        self._max_outliers = max_outliers
+        self._max_outliers = MAX_OUTLIERS if is_steady else 1
+        self._most_at_once = MOST_AT_ONCE if is_steady else math.inf
         self._points: dict[int, _Point] = {}
         self._sizes: list[int] = []
         """Of the points, ascending."""
+        self._fitted: list[float] = []
+        """Seconds of each, ascending, too."""
+        self._is_fitted = True
+        """Whether both are up to date."""
         self._num_calls = 0
 
     def knows(self, size: int) -> bool:
@@ -65,20 +78,24 @@ class TimeCurve:
         else:
             self._smooth(point, elapsed_s)
         self._forget()
+        self._is_fitted = False
 
     def at(self, size: int) -> float:
         """Seconds of a call of this size: measured, or between its neighbours; 0 while nothing is known."""
-        if not self._sizes:
+        if not self._points:
             return 0.0
+        if not self._is_fitted:
+            self._fit()
+            self._is_fitted = True
         size = _rounded(size)
         idx = bisect.bisect_left(self._sizes, size)
         if idx == len(self._sizes):
-            return self._points[self._sizes[-1]].elapsed_s
+            return self._fitted[-1]
         high = self._sizes[idx]
         if high == size or idx == 0:
-            return self._points[high].elapsed_s * size / high
+            return self._fitted[idx] * size / high
         low = self._sizes[idx - 1]
-        low_s, high_s = self._points[low].elapsed_s, self._points[high].elapsed_s
+        low_s, high_s = self._fitted[idx - 1], self._fitted[idx]
         return low_s + (size - low) / (high - low) * (high_s - low_s)
 
     def slope(self, size: int) -> float:
@@ -96,13 +113,24 @@ class TimeCurve:
             point.num_outliers += 1
             return
         point.num_calls += 1
+        if not is_outlier:
+            elapsed_s = min(elapsed_s, self._most_at_once * point.elapsed_s)
         point.elapsed_s += max(self._smoothing, 1 / point.num_calls) * (elapsed_s - point.elapsed_s)
 
     def _forget(self) -> None:
         oldest = self._num_calls - FORGOTTEN_AFTER
-        if len(self._points) != len(self._sizes) or any(p.seen_at <= oldest for p in self._points.values()):
+        if any(point.seen_at <= oldest for point in self._points.values()):
             self._points = {size: point for size, point in self._points.items() if point.seen_at > oldest}
-            self._sizes = sorted(self._points)
+
+    def _fit(self) -> None:
+        """Put the sizes in order, those seen last first, each between its neighbours that are there."""
+        self._sizes, self._fitted = [], []
+        for size, point in sorted(self._points.items(), key=lambda item: item[1].seen_at, reverse=True):
+            idx = bisect.bisect_left(self._sizes, size)
+            elapsed_s = max(point.elapsed_s, self._fitted[idx - 1]) if idx > 0 else point.elapsed_s
+            elapsed_s = min([elapsed_s, *self._fitted[idx : idx + 1]])
+            self._sizes.insert(idx, size)
+            self._fitted.insert(idx, elapsed_s)
 
 
 @dataclass(slots=True)
@@ -130,7 +158,7 @@ class RoundCosts:
         self._verify = verify or TimeCurve()
         self._fewer_power = 2 if is_ahead else 1
         self._smoothing = AHEAD_SMOOTHING if is_ahead else SMOOTHING
-        self._max_outliers = 1 if is_ahead else MAX_OUTLIERS
+        self._is_steady = not is_ahead
         self._propose: dict[int, _Drafting] = {}
         """By gamma."""
         self._num_proposed = 0
@@ -141,7 +169,7 @@ class RoundCosts:
     def on_proposed(self, batch_size: int, gamma: int, elapsed_s: float, drafted_share: float = 1.0) -> None:
         self._num_proposed += 1
         if gamma not in self._propose:
-            self._propose[gamma] = _Drafting(TimeCurve(self._smoothing, self._max_outliers))
+            self._propose[gamma] = _Drafting(TimeCurve(self._smoothing, is_steady=self._is_steady))
         drafting = self._propose[gamma]
         drafting.times.add(batch_size, elapsed_s)
         drafting.proposed_at = self._num_proposed

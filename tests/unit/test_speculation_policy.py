@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from dataclasses import dataclass
 
 import pytest
@@ -50,9 +51,12 @@ class World:
     elapsed_s: float = 0.0
     num_drafting: int = 0
     num_rounds: int = 0
+    slow_share: float = 0.0
+    """Of verify calls, which take three times as long."""
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        self.random = random.Random(0)
+        self.random = random.Random(self.seed)
         shared = SmoothedAcceptance()
         self.acceptances = [SmoothedAcceptance(shared) for _ in range(self.batch_size)]
         self.missing = [UNLIMITED] * self.batch_size
@@ -76,7 +80,8 @@ class World:
             num_drafted = sum(gamma > 0 for gamma in gammas)
             if num_drafted:
                 policy.on_proposed(num_drafted, max(gammas), self.propose_s(gammas))
-            policy.on_verified(sum(gammas) + len(gammas), self.verify_time_s(gammas))
+            luck = 3.0 if self.slow_share and self.random.random() < self.slow_share else 1.0
+            policy.on_verified(sum(gammas) + len(gammas), luck * self.verify_time_s(gammas))
             self.elapsed_s += self.round_s(gammas)
             self.num_rounds += 1
             self.num_drafting += num_drafted > 0
@@ -267,6 +272,44 @@ def test_outliers_do_not_count_until_they_are_the_rule() -> None:
     assert curve.at(1) == 1.0
     curve.add(1, 100.0)
     assert curve.at(1) > 20.0
+
+
+def test_one_slow_call_moves_little_and_many_tell_the_truth() -> None:
+    curve = TimeCurve()
+    for _ in range(10):
+        curve.add(8, 0.017)
+    curve.add(8, 0.051)
+    assert curve.at(8) == pytest.approx(0.017 * 1.1)
+    for _ in range(40):
+        curve.add(8, 0.051)
+    assert curve.at(8) == pytest.approx(0.051, rel=0.01)
+
+
+def test_a_larger_call_takes_no_less_than_a_smaller_one_and_the_latest_is_right() -> None:
+    """So a size that was unlucky before it fell out of use does not stay dearer than what is used instead."""
+    curve = TimeCurve()
+    for size, elapsed_s in ((4, 0.014), (8, 0.026), (16, 0.022), (12, 0.018)):
+        curve.add(size, elapsed_s)
+    assert [curve.at(size) for size in (4, 8, 12, 16)] == [0.014, 0.018, 0.018, 0.022]
+    for _ in range(20):
+        curve.add(4, 0.020)
+    assert 0.018 < curve.at(4) < 0.022
+    assert [curve.at(size) for size in (8, 12, 16)] == [curve.at(4), curve.at(4), 0.022]
+
+
+def test_slow_moments_do_not_make_it_draft_where_that_does_not_pay() -> None:
+    """With one sequence drafts pay, with eight the target is bound by tokens. Some calls take three times as
+    long."""
+    shares = []
+    for seed in range(20):
+        policy = AdaptiveGamma(MAX_GAMMA, RoundCosts())
+        sizes = {"slow_share": 0.02, "seed": seed}
+        alone, busy = (World(0.35, 0.003, 0.0125, 0.0007, batch_size, **sizes) for batch_size in (1, 8))
+        alone.play(policy, 150)
+        busy.play(policy, 300)
+        shares.append(busy.num_drafting / busy.num_rounds)
+    print(shares)
+    assert statistics.mean(shares) < 0.2
 
 
 def test_drafts_that_are_there_at_once_or_not_at_all_are_timed_by_their_mean() -> None:
