@@ -1,4 +1,4 @@
-"""CPU operations of a decoder, compiled by numba: all but the matmuls, and those too where oneDNN has none.
+"""CPU operations of a decoder, compiled by numba: all but the matmuls, and those too in bfloat16 on most.
 
 Arrays hold float32, or bfloat16 as the bits of an int16 (numpy knows no bfloat16); arithmetic is float32.
 """

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, prange
 
 from specdec.kernels import memory, simd
-from specdec.kernels.panels import PANEL, put
+from specdec.kernels.panels import PANEL, num_parts, put, share
 from specdec.kernels.scalars import INNER, OPTIONS
 
 IS_AVAILABLE: bool = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
@@ -27,8 +27,6 @@ ROWS = 12
 
 _BLOCK_BYTES = 512 * 1024
 """Of the rows that are multiplied with all panels before the next ones: a core's second cache holds them."""
-_ROWS_PER_PART = 128
-"""Threads share the rows when each gets so many, else the panels."""
 
 
 # Not for every number of rows: of others LLVM makes slower loops than of these with some rows repeated.
@@ -83,14 +81,11 @@ def multiply(x: Any, panels: Any, bias: Any, num_threads: int, out: Any) -> None
         num_threads: that the work is divided among.
         out: [rows, out] bfloat16 bits, written.
     """
-    num_rows, num_pairs = x.shape[0], panels.shape[0] // 2
-    row_parts = max(1, min(num_threads, num_rows // _ROWS_PER_PART))
-    panel_parts = (num_threads + row_parts - 1) // row_parts
+    num_rows = x.shape[0]
+    row_parts, panel_parts = num_parts(num_rows, num_threads)
     height = max(1, _BLOCK_BYTES // (2 * x.shape[1] * ROWS)) * ROWS
     for part in prange(row_parts * panel_parts):
-        i, j = part // panel_parts, part % panel_parts
-        start, end = num_rows * i // row_parts, num_rows * (i + 1) // row_parts
-        first, last = 2 * (num_pairs * j // panel_parts), 2 * (num_pairs * (j + 1) // panel_parts)
+        start, end, first, last = share(part, num_rows, panels.shape[0], num_threads)
         sums = memory.empty((ROWS, 2 * PANEL), np.float32)
         for row in range(start, end, height):
             _multiply_block(x, row, min(row + height, end), panels, first, last, bias, sums, out)

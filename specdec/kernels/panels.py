@@ -17,6 +17,9 @@ from specdec.kernels.scalars import INNER, store
 
 PANEL = simd.LANES
 """Outputs of a panel."""
+ROWS_PER_PART = 128
+"""Threads share the rows when each gets so many, else the panels. What the kernels around the product wrote
+of a row is then in the cache of the core that goes on with it; for few rows weights read twice cost more."""
 
 
 def pack(weight: torch.Tensor, depth: int) -> npt.NDArray[np.int32]:
@@ -60,3 +63,19 @@ def put(sums: Any, num_rows: int, bias: Any, out: Any, row: int, column: int) ->
         for i in range(num_rows):
             for j in range(out.shape[1] - column):
                 out[row + i, column + j] = store(out, sums[i, j] + bias[0, column + j])
+
+
+@njit(**INNER)  # type: ignore[untyped-decorator]
+def num_parts(num_rows: int, num_threads: int) -> tuple[int, int]:
+    """Into how many parts rows and panels are divided among threads."""
+    row_parts = max(1, min(num_threads, num_rows // ROWS_PER_PART))
+    return row_parts, (num_threads + row_parts - 1) // row_parts
+
+
+@njit(**INNER)  # type: ignore[untyped-decorator]
+def share(part: int, num_rows: int, num_panels: int, num_threads: int) -> tuple[int, int, int, int]:
+    """Rows from and to, and panels from and to, of one of the parts."""
+    row_parts, panel_parts = num_parts(num_rows, num_threads)
+    i, j, num_pairs = part // panel_parts, part % panel_parts, num_panels // 2
+    start, end = num_rows * i // row_parts, num_rows * (i + 1) // row_parts
+    return start, end, 2 * (num_pairs * j // panel_parts), 2 * (num_pairs * (j + 1) // panel_parts)

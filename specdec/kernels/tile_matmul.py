@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit, prange
 
 from specdec.kernels import memory, tiles
-from specdec.kernels.panels import PANEL, put
+from specdec.kernels.panels import PANEL, num_parts, put, share
 from specdec.kernels.scalars import INNER, OPTIONS
 
 DEPTH = 2 * tiles.PAIRS
@@ -24,9 +24,6 @@ _PIECE = 2 * tiles.ROWS
 """Rows of a piece of a large product: with two panels it has as many sums as there are tiles for."""
 _BLOCK_BYTES = 640 * 1024
 """Of the rows that are multiplied with all panels before the next ones: a core's second cache holds them."""
-_ROWS_PER_PART = 128
-"""Threads share the rows when each gets so many, else the panels. What the kernels around the product wrote
-of a row is then in the cache of the core that goes on with it; for few rows weights read twice cost more."""
 
 _few_rows = tiles.multiply(1, reads_weights_once=True)
 _one_by_two = tiles.multiply(1, reads_weights_once=False)
@@ -90,14 +87,11 @@ def multiply(x: Any, panels: Any, bias: Any, num_threads: int, configurations: A
         configurations: `CONFIGURATIONS`.
         out: [rows, out] bfloat16 bits, written.
     """
-    num_rows, num_pairs = x.shape[0], panels.shape[0] // 2
-    row_parts = max(1, min(num_threads, num_rows // _ROWS_PER_PART))
-    panel_parts = (num_threads + row_parts - 1) // row_parts
+    num_rows = x.shape[0]
+    row_parts, panel_parts = num_parts(num_rows, num_threads)
     height = max(1, _BLOCK_BYTES // (2 * x.shape[1] * _PIECE)) * _PIECE
     for part in prange(row_parts * panel_parts):
-        i, j = part // panel_parts, part % panel_parts
-        start, end = num_rows * i // row_parts, num_rows * (i + 1) // row_parts
-        first, last = 2 * (num_pairs * j // panel_parts), 2 * (num_pairs * (j + 1) // panel_parts)
+        start, end, first, last = share(part, num_rows, panels.shape[0], num_threads)
         sums = memory.empty((_PIECE, 2 * PANEL), np.float32)
         if num_rows <= tiles.ROWS:
             _multiply_few(x, panels, first, last, bias, configurations, sums, out)

@@ -307,15 +307,8 @@ def prefetch(typing_context: Any, array: Any, block: Any, head: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         memory, block, head = _memories(context, builder, signature, args)
         start = memory.address([block, head])
-        byte, number = _INT8.as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte, number, number, number]),
-            "llvm.prefetch.p0",
-        )
-        is_write, locality, is_data = number(0), number(3), number(1)
         with cgutils.for_range_slice(builder, _INTP(0), memory.strides[1], _INTP(_LINE)) as (offset, _):
-            builder.call(function, [builder.gep(start, [offset]), is_write, locality, is_data])
+            simd.prefetch(builder, builder.gep(start, [offset]))
         return context.get_dummy_value()
 
     return types.none(array, types.intp, types.intp), codegen

@@ -58,11 +58,9 @@ class TimeCurve:
         self._most_at_once = MOST_AT_ONCE if is_steady else math.inf
         self._points: dict[int, _Point] = {}
         self._sizes: list[int] = []
-        """Of the points, ascending."""
+        """Of the points, ascending; empty until they are asked for."""
         self._fitted: list[float] = []
         """Seconds of each, ascending, too."""
-        self._is_fitted = True
-        """Whether both are up to date."""
         self._num_calls = 0
 
     def knows(self, size: int) -> bool:
@@ -78,15 +76,14 @@ class TimeCurve:
         else:
             self._smooth(point, elapsed_s)
         self._forget()
-        self._is_fitted = False
+        self._sizes = []
 
     def at(self, size: int) -> float:
         """Seconds of a call of this size: measured, or between its neighbours; 0 while nothing is known."""
         if not self._points:
             return 0.0
-        if not self._is_fitted:
+        if not self._sizes:
             self._fit()
-            self._is_fitted = True
         size = _rounded(size)
         idx = bisect.bisect_left(self._sizes, size)
         if idx == len(self._sizes):

@@ -68,8 +68,6 @@ class SequenceState:
         """Replaced by the lane's, which shares what is known of its other sequences."""
         self.finish_reason: FinishReason | None = None
         self._stop = request.stop
-        self.max_total_tokens = self.log.prompt_len + self._stop.max_tokens
-        """Log length at which the sequence ends at the latest."""
         self.is_flexible = request.pipeline in (None, "auto") and request.max_draft_tokens != 0
         """Whether the lane's policy chooses how its rounds overlap; a request may say so itself, or want no
         drafts."""
@@ -84,11 +82,15 @@ class SequenceState:
         self._prompt_logprobs: list[TokenLogprob] = []
         """Of prompt tokens 1, 2, ...; told with the first tokens."""
 
+    @property
+    def max_total_tokens(self) -> int:
+        """Log length at which the sequence ends at the latest."""
+        return self.log.prompt_len + self._stop.max_tokens
+
     def limit_to_context(self, max_context: int) -> None:
         """End at the target's context window at the latest; the prompt is shorter than it."""
         room = max_context - self.log.prompt_len
         self._stop = replace(self._stop, max_tokens=min(self._stop.max_tokens, room))
-        self.max_total_tokens = self.log.prompt_len + self._stop.max_tokens
 
     @property
     def num_prefill_tokens(self) -> int:

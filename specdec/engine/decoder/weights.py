@@ -106,8 +106,8 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Hold a matrix [out, in] as its device multiplies fastest.
 
     On the CPU bfloat16 is laid out once, here, and not in every call: for a kernel of ours where the CPU has
-    tiles, for oneDNN where it has other instructions for bfloat16, and for another kernel of ours where it
-    has none (docs/decisions/0011-cpu-kernels.md).
+    tiles, for another where it multiplies pairs, for oneDNN where it has other instructions for bfloat16, and
+    for a third one of ours where it has none (docs/decisions/0011-cpu-kernels.md).
     """
     weight = weight.detach().contiguous()
     bias = None if bias is None else bias.detach()
@@ -154,58 +154,59 @@ class OneDnnLinear:
         return padded_rows(num_rows)
 
 
-class TileLinear:
-    """bfloat16 on CPUs with AMX. A row's result is the same with any others beside it, and alone."""
+class _OwnLinear:
+    """A kernel of ours. A row's result is the same with any others beside it, and alone."""
+
+    _num_outputs: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), self._num_outputs)
+        self._multiply(as_array(x), as_array(out))
+        return out
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows
+
+    def _multiply(self, x: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+        """Write the product with x to ``out``."""
+        raise NotImplementedError
+
+
+class TileLinear(_OwnLinear):
+    """bfloat16 on CPUs with AMX."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs = len(weight)
         self._panels = panels.pack(weight, tile_matmul.DEPTH)
         self._bias = panels.pack_bias(bias, self._panels)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(len(x), self._num_outputs)
+    def _multiply(self, x: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
         num_threads, configurations = numba.get_num_threads(), tile_matmul.CONFIGURATIONS
-        tile_matmul.multiply(
-            as_array(x), self._panels, self._bias, num_threads, configurations, as_array(out)
-        )
-        return out
-
-    def padded_rows(self, num_rows: int) -> int:
-        return num_rows
+        tile_matmul.multiply(x, self._panels, self._bias, num_threads, configurations, out)
 
 
-class DotLinear:
-    """bfloat16 on CPUs with AVX512-BF16. A row's result is the same with any others beside it, and alone."""
+class DotLinear(_OwnLinear):
+    """bfloat16 on CPUs with AVX512-BF16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs = len(weight)
         self._panels = panels.pack(weight, dot_matmul.DEPTH)
         self._bias = panels.pack_bias(bias, self._panels)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(len(x), self._num_outputs)
-        dot_matmul.multiply(as_array(x), self._panels, self._bias, numba.get_num_threads(), as_array(out))
-        return out
-
-    def padded_rows(self, num_rows: int) -> int:
-        return num_rows
+    def _multiply(self, x: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+        dot_matmul.multiply(x, self._panels, self._bias, numba.get_num_threads(), out)
 
 
-class PanelLinear:
-    """bfloat16 on every other CPU. A row's result is the same with any others beside it, and alone."""
+class PanelLinear(_OwnLinear):
+    """bfloat16 on every other CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs = len(weight)
         self._panels = matmul.pack(weight)
         self._bias = matmul.pack_bias(bias, len(weight))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(len(x), self._num_outputs)
-        matmul.multiply(as_array(x), self._panels, self._bias, numba.get_num_threads(), as_array(out))
-        return out
-
-    def padded_rows(self, num_rows: int) -> int:
-        return num_rows
+    def _multiply(self, x: npt.NDArray[np.generic], out: npt.NDArray[np.generic]) -> None:
+        matmul.multiply(x, self._panels, self._bias, numba.get_num_threads(), out)
 
 
 _PACKED_FOR_TOKENS = 8
